@@ -1,0 +1,100 @@
+
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+#include <stdio.h>
+#include <stdint.h>
+
+
+// Macro to check for cuda errors.
+#ifndef CUTE_DSL_CUDA_ERROR_CHECK
+#define CUTE_DSL_CUDA_ERROR_CHECK(err) { \
+    if ((err) != cudaSuccess) { \
+        printf("Got Cuda Error %s: %s\n", cudaGetErrorName(err), cudaGetErrorString(err)); \
+    } \
+}
+
+#endif
+
+typedef struct {
+    cudaLibrary_t module;
+} dynamic_Kernel_Module_t;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+void _mlir_dynamic_cuda_init(void **);
+void _mlir_dynamic_cuda_load_to_device(void **);
+static inline void dynamic_Kernel_Module_Load(dynamic_Kernel_Module_t *module) {
+    cudaLibrary_t *libraryPtr = &(module->module);
+    cudaError_t ret = cudaSuccess;
+    struct {
+        cudaLibrary_t **libraryPtr;
+        cudaError_t *ret;
+    } initArgs = {&libraryPtr, &ret};
+    _mlir_dynamic_cuda_init((void **)(&initArgs));
+    CUTE_DSL_CUDA_ERROR_CHECK(ret);
+    int32_t device_id = 0;
+    struct {
+        cudaLibrary_t **library;
+        int32_t *device_id;
+        cudaError_t *ret;
+    } loadArgs = {&libraryPtr, &device_id, &ret};
+    int32_t device_count;
+    CUTE_DSL_CUDA_ERROR_CHECK(cudaGetDeviceCount(&device_count));
+    for (int32_t i = 0; i < device_count; i++) {
+        device_id = i;
+        _mlir_dynamic_cuda_load_to_device((void **)(&loadArgs));
+        CUTE_DSL_CUDA_ERROR_CHECK(ret);
+    }
+}
+
+static inline void dynamic_Kernel_Module_Unload(dynamic_Kernel_Module_t *module) {
+    CUTE_DSL_CUDA_ERROR_CHECK(cudaLibraryUnload(module->module));
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+typedef struct {
+    void *data;
+    int32_t dynamic_shapes[4];
+    int64_t dynamic_strides[3];
+} dynamic_Tensor_q_t;
+
+
+typedef struct {
+    void *data;
+    int32_t dynamic_shapes[2];
+    int64_t dynamic_strides[1];
+} dynamic_Tensor_table_t;
+
+
+typedef struct {
+    void *data;
+    int32_t dynamic_shapes[1];
+} dynamic_Tensor_row_t;
+
+
+typedef struct {
+    void *data;
+    int32_t dynamic_shapes[1];
+    int64_t dynamic_strides[1];
+} dynamic_Tensor_column_t;
+
+#ifdef __cplusplus
+extern "C"
+#endif
+void _mlir_dynamic__mlir_ciface_cutlass_dynamic_FakeTensorFloat16div1div1div1div1i64div1i64div1i64div11_FakeTensorFloat16div1div1i64div11_FakeTensorFloat16div11_FakeTensorFloat16div1i64div1_FakeStream(void **args, int32_t num_args);
+
+static inline int32_t cute_dsl_dynamic_wrapper(dynamic_Kernel_Module_t *module, dynamic_Tensor_q_t *q, dynamic_Tensor_table_t *table, dynamic_Tensor_row_t *row, dynamic_Tensor_column_t *column, cudaStream_t stream) {
+    int32_t ret = 0;
+    void *args[6] = {
+        q, table, row, column, &stream,
+        &ret
+    };
+    _mlir_dynamic__mlir_ciface_cutlass_dynamic_FakeTensorFloat16div1div1div1div1i64div1i64div1i64div11_FakeTensorFloat16div1div1i64div11_FakeTensorFloat16div11_FakeTensorFloat16div1i64div1_FakeStream(args, 6);
+    return ret;
+}
