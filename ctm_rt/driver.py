@@ -1,0 +1,283 @@
+"""The one door to the CUDA driver: plain integers in, plain integers out, one ``check``.
+
+Functions that take ``device`` make its primary context current for themselves. The others work on
+what is current: call them inside ``current(device)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from ctm_rt.errors import ArgumentError, DriverError
+
+_EVENT_FLAGS = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+_RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_NOT_CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+_Attribute = cu.CUdevice_attribute
+_Result = cu.CUresult
+_init_lock = threading.Lock()
+
+
+def check(call: str, result: tuple[Any, ...]) -> Any:
+    """Return what the driver returned beside its status; raise DriverError if it refused."""
+    if result[0] != _Result.CUDA_SUCCESS:
+        raise error(call, result[0])
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+def error(call: str, status: int) -> DriverError:
+    """Return the error that says what ``status`` of ``call`` means, for calls made elsewhere."""
+    try:
+        known = _Result(status)
+    except ValueError:
+        return DriverError(call, str(status), "an error that this cuda-python does not know")
+    _, text = cu.cuGetErrorString(known)
+    return DriverError(call, known.name, text.decode() if text else "no text")
+
+
+@functools.cache
+def init() -> None:
+    """Initialise the driver; a failure is not remembered.
+
+    Raises
+    ------
+    DriverError
+        There is no driver on this machine, it is too old, or it has no device.
+    """
+    with _init_lock:
+        try:
+            check("cuInit", cu.cuInit(0))
+        except DriverError:
+            raise
+        except RuntimeError as missing:  # cuda-python's own errors for libcuda.so.1
+            raise DriverError(
+                "cuInit", "no usable libcuda.so.1", "install an NVIDIA driver of CUDA 12 or newer"
+            ) from missing
+
+
+def driver_version() -> int:
+    """Return the newest CUDA that the driver serves, as it says it: 13000 is 13.0."""
+    init()
+    return int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
+
+
+def device_count() -> int:
+    """Return the number of visible devices."""
+    init()
+    return int(check("cuDeviceGetCount", cu.cuDeviceGetCount()))
+
+
+def device_name(device: int) -> str:
+    """Return the marketing name."""
+    init()
+    raw: bytes = check("cuDeviceGetName", cu.cuDeviceGetName(256, device))
+    return raw.split(b"\0")[0].decode()
+
+
+@functools.cache
+def compute_capability(device: int) -> tuple[int, int]:
+    """Return (major, minor)."""
+    return (
+        _attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+        _attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+    )
+
+
+@functools.cache
+def num_sms(device: int) -> int:
+    """Return the number of streaming multiprocessors."""
+    return _attribute(_Attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
+
+
+def _attribute(attribute: Any, device: int) -> int:
+    init()
+    return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, device)))
+
+
+@functools.cache
+def primary_context(device: int) -> int:
+    """Return the handle of the primary context; retained once, for the life of the process."""
+    init()
+    return int(check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(device)))
+
+
+class current:
+    """Context manager: the device's primary context is current inside; then what was before.
+
+    Costs one driver call where it is current already.
+    """
+
+    __slots__ = ("_context", "_pushed")
+
+    def __init__(self, device: int) -> None:
+        self._context = primary_context(device)
+
+    def __enter__(self) -> None:
+        self._pushed = int(check("cuCtxGetCurrent", cu.cuCtxGetCurrent())) != self._context
+        if self._pushed:
+            check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+
+
+class housekeeping:
+    """Context manager: allocating, freeing, asking and waiting inside spoil no capture elsewhere.
+
+    While any stream of the process captures in the default (global) mode, the driver refuses such
+    calls from every thread and invalidates the capture, unless the thread says that they are
+    unrelated.
+    """
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _exchange(_RELAXED)
+
+    def __exit__(self, *_: object) -> None:
+        _exchange(self._mode)
+
+
+def _exchange(mode: Any) -> Any:
+    result = cu.cuThreadExchangeStreamCaptureMode(mode)
+    return check("cuThreadExchangeStreamCaptureMode", result)
+
+
+def stream_handle(stream: object) -> int:
+    """Return the handle of a stream as callers say it.
+
+    Parameters
+    ----------
+    stream : int, None or an object with ``__cuda_stream__``
+        None is the legacy default stream.
+    """
+    if stream is None:
+        return 0
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None:
+        raise ArgumentError(
+            "stream", "None, a handle, or an object with __cuda_stream__", repr(stream)
+        )
+    version, handle = protocol()
+    if version != 0:
+        raise ArgumentError("stream", "version 0 of __cuda_stream__", version)
+    return int(handle)
+
+
+def stream_id(stream: int, device: int) -> int:
+    """Return a number that no other stream of the process has or will have."""
+    if stream <= 1:
+        return _legacy_stream_id(device)
+    if stream > 2:  # knows its context
+        return int(check("cuStreamGetId", cu.cuStreamGetId(stream)))
+    with current(device):  # the calling thread's own
+        return int(check("cuStreamGetId", cu.cuStreamGetId(stream)))
+
+
+@functools.cache
+def _legacy_stream_id(device: int) -> int:
+    with current(device):
+        return int(check("cuStreamGetId", cu.cuStreamGetId(0)))
+
+
+def is_capturing(stream: int, device: int | None = None) -> bool:
+    """Say whether work queued on the stream would go into a graph, or spoil one.
+
+    The latter is the legacy stream while a stream that synchronises with it captures. ``device``
+    says whose legacy stream is meant; without it, the current context's.
+    """
+    if device is None:
+        result = cu.cuStreamIsCapturing(stream)
+    else:
+        with current(device):
+            result = cu.cuStreamIsCapturing(stream)
+    if result[0] == _Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        return True
+    return bool(check("cuStreamIsCapturing", result) != _NOT_CAPTURING)
+
+
+def synchronize(stream: int, device: int) -> None:
+    """Wait for the work queued on the stream."""
+    with current(device), housekeeping():
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+
+def alloc(nbytes: int, device: int) -> int:
+    """Return the address of ``nbytes`` of device memory, aligned to 256; 0 for 0 bytes."""
+    if nbytes == 0:
+        return 0
+    with current(device), housekeeping():
+        return int(check("cuMemAlloc", cu.cuMemAlloc(nbytes)))
+
+
+def free(ptr: int, device: int) -> None:
+    """Give back what ``alloc`` returned; the driver waits for work that may use it."""
+    if ptr:
+        with current(device), housekeeping():
+            check("cuMemFree", cu.cuMemFree(ptr))
+
+
+def copy_to_device(dst: int, host_ptr: int, nbytes: int, stream: int) -> None:
+    """Queue a copy; the host memory must live until the stream was synchronised with."""
+    check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(dst, host_ptr, nbytes, stream))
+
+
+def copy_to_host(host_ptr: int, src: int, nbytes: int, stream: int) -> None:
+    """Queue a copy; the bytes are there once the stream was synchronised with."""
+    check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(host_ptr, src, nbytes, stream))
+
+
+def fill_zero(ptr: int, nbytes: int, stream: int) -> None:
+    """Queue zeroing."""
+    check("cuMemsetD8Async", cu.cuMemsetD8Async(ptr, 0, nbytes, stream))
+
+
+def pointer_device(ptr: int) -> int | None:
+    """Return the device that owns the memory at ``ptr``; None where the driver knows none."""
+    init()
+    ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    result = cu.cuPointerGetAttribute(ordinal, ptr)
+    if result[0] == _Result.CUDA_ERROR_INVALID_VALUE:
+        return None
+    return int(check("cuPointerGetAttribute", result))
+
+
+def event_create() -> int:
+    """Return an event without timing, of the current context."""
+    return int(check("cuEventCreate", cu.cuEventCreate(_EVENT_FLAGS)))
+
+
+def event_record(event: int, stream: int) -> None:
+    """Let the event stand for what is queued on the stream now."""
+    check("cuEventRecord", cu.cuEventRecord(event, stream))
+
+
+def event_done(event: int) -> bool:
+    """Say whether the work that the event stands for is done."""
+    result = cu.cuEventQuery(event)
+    if result[0] == _Result.CUDA_ERROR_NOT_READY:
+        return False
+    check("cuEventQuery", result)
+    return True
+
+
+def event_destroy(event: int) -> None:
+    """Give the event back."""
+    check("cuEventDestroy", cu.cuEventDestroy(event))
+
+
+def stream_wait_event(stream: int, event: int) -> None:
+    """Let work queued on the stream from now on wait for the event."""
+    check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
+
+
+def library_unload(handle: int) -> None:
+    """Unload a library; its kernels are gone."""
+    check("cuLibraryUnload", cu.cuLibraryUnload(handle))

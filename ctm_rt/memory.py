@@ -1,0 +1,394 @@
+"""Device memory for hosts that have no array library of their own, and how long it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ctm_rt import dlpack, driver
+from ctm_rt.errors import ArgumentError, DriverError
+from ctm_rt.tensor import (
+    DLPACK_WORDS,
+    HOST,
+    NUMPY_DTYPES,
+    DType,
+    TensorView,
+    as_dtype,
+    is_packed,
+    nbytes,
+    packed_strides,
+    view,
+)
+
+
+class _Allocation:
+    """Device memory that goes with its last owner."""
+
+    __slots__ = ("device", "ptr")
+
+    def __init__(self, size_nbytes: int, device: int) -> None:
+        self.ptr = 0  # in case that the next line raises
+        self.ptr, self.device = driver.alloc(size_nbytes, device), device
+
+    def __del__(self, _finalizing: Any = sys.is_finalizing) -> None:
+        # At the interpreter's end the process gives all back, and the driver may be gone before.
+        if self.ptr and not _finalizing():
+            with contextlib.suppress(DriverError):  # a dead context: told to whoever killed it
+                driver.free(self.ptr, self.device)
+
+
+class DeviceArray:
+    """A packed array in device memory; freed with its last owner.
+
+    Exports DLPack and the CUDA array interface, both without synchronisation: to use it on another
+    stream than the one that fills it is for the caller to order.
+
+    Attributes
+    ----------
+    tensor_view : TensorView
+        All that ``view()`` would say, its owner included.
+    """
+
+    __slots__ = ("__weakref__", "tensor_view")
+
+    def __init__(self, tensor_view: TensorView) -> None:
+        self.tensor_view = tensor_view
+
+    @classmethod
+    def empty(cls, shape: Iterable[int], dtype: DType | str, device: int = 0) -> DeviceArray:
+        """Allocate; the content is undefined."""
+        extents = tuple(map(operator.index, shape))
+        if any(extent < 0 for extent in extents):
+            raise ArgumentError("shape", "extents of 0 or more", extents)
+        kind = as_dtype(dtype)
+        release_done()  # what waits to be freed may make room
+        owner = _Allocation(math.prod(extents) * kind.itemsize, device)
+        strides = packed_strides(extents)
+        return cls(TensorView(owner.ptr, extents, strides, kind, device, owner, readonly=False))
+
+    @property
+    def ptr(self) -> int:
+        """Device address; 0 if empty."""
+        return self.tensor_view.ptr
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return self.tensor_view.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.tensor_view.dtype
+
+    @property
+    def device(self) -> int:
+        """CUDA ordinal."""
+        return self.tensor_view.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return nbytes(self.tensor_view)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.shape}, {self.dtype}, device={self.device})"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("a DeviceArray is exported where it is, without a copy")
+        ptr, shape, strides, dtype, device, owner, _ = self.tensor_view
+        array = dlpack.numpy_over(ptr, shape, strides, _carrier(dtype).str, owner)
+        versioned = max_version is not None and max_version[0] >= 1
+        return dlpack.lend(ptr, array, DLPACK_WORDS[dtype], device, versioned)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Element types without a NumPy name travel as unsigned integers."""
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": _carrier(self.dtype).str,
+            "data": (self.ptr, False),
+            "strides": None,
+            "stream": None,
+        }
+
+
+def to_device(
+    array: object, *, dtype: DType | str | None = None, device: int = 0, stream: object = None
+) -> DeviceArray:
+    """Copy a host array to the device, packed; done, and ``array`` free again, on return.
+
+    Parameters
+    ----------
+    array : NumPy array, or another host array with DLPack
+    dtype : DType or str, optional
+        What the bytes are, as for ``view``.
+    stream : int, object with ``__cuda_stream__`` or None
+        Where the copy is queued.
+    """
+    source = view(array, "array", dtype=dtype)
+    if source.device != HOST:
+        raise ArgumentError("array", "a host array", f"one on device {source.device}")
+    packed = np.ascontiguousarray(_host_bytes(source, source.ptr, source.owner))
+    result = DeviceArray.empty(source.shape, source.dtype, device)
+    if result.ptr:
+        handle = driver.stream_handle(stream)
+        with driver.current(device):
+            driver.copy_to_device(result.ptr, packed.ctypes.data, packed.nbytes, handle)
+            driver.synchronize(handle, device)
+    return result
+
+
+def to_host(array: object, stream: object = None) -> np.ndarray[Any, Any]:
+    """Copy an array to a new packed NumPy array, after the work queued on ``stream``.
+
+    Parameters
+    ----------
+    array : anything that ``view`` takes
+        Of a strided one all bytes from its first to its last element are copied on the way.
+    stream : int, object with ``__cuda_stream__`` or None
+        Where the copy is queued, and what is waited for.
+
+    Returns
+    -------
+    numpy.ndarray
+        Of e4m3, e5m2 and bf16: as ml_dtypes has them if the process has imported that, else as
+        unsigned integers of the same size.
+    """
+    source = view(array, "array")
+    dtype = NUMPY_DTYPES.get(source.dtype) or _from_ml_dtypes(source.dtype)
+    if 0 in source.shape:
+        return np.empty(source.shape, dtype)
+    if source.device == HOST:
+        packed = _host_bytes(source, source.ptr, source.owner).copy(order="C")
+        return packed.view(dtype).reshape(source.shape)
+    reaches = [(n - 1) * stride for n, stride in zip(source.shape, source.strides, strict=True)]
+    before, after = -sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0)
+    size, itemsize = before + after + 1, source.dtype.itemsize
+    span = np.empty(size, f"V{itemsize}")
+    handle = driver.stream_handle(stream)
+    with driver.current(source.device):
+        start = source.ptr - before * itemsize
+        driver.copy_to_host(span.ctypes.data, start, span.nbytes, handle)
+        driver.synchronize(handle, source.device)
+    if not is_packed(source):
+        span = _host_bytes(source, span.ctypes.data + before * itemsize, span).copy(order="C")
+    return span.view(dtype).reshape(source.shape)
+
+
+def _host_bytes(source: TensorView, ptr: int, owner: object) -> np.ndarray[Any, Any]:
+    """Return an array of nameless elements, laid out at ``ptr`` as ``source`` is."""
+    typestr = f"|V{source.dtype.itemsize}"
+    return dlpack.numpy_over(ptr, source.shape, source.strides, typestr, owner)
+
+
+def _carrier(dtype: DType) -> np.dtype[Any]:
+    return NUMPY_DTYPES.get(dtype) or np.dtype(f"u{dtype.itemsize}")
+
+
+def _from_ml_dtypes(dtype: DType) -> np.dtype[Any]:
+    names = {DType.BF16: "bfloat16", DType.E4M3: "float8_e4m3fn", DType.E5M2: "float8_e5m2"}
+    known = getattr(sys.modules.get("ml_dtypes"), names[dtype], None)
+    return _carrier(dtype) if known is None else np.dtype(known)
+
+
+# ---- until the work is done --------------------------------------------------------------------
+
+# Asking the driver takes 2 us, so only every so many calls do; what is held for less stays held.
+_SWEEP_EVERY = 8
+# Re-entrant, as a finaliser may run in the middle and come back here; it adds to the queues if it
+# must, and takes nothing away.
+_lock = threading.RLock()
+_depth = 0
+_held: dict[tuple[int, int], deque[tuple[int, object]]] = {}  # (device, stream): (event, owners)
+_idle_events: dict[int, list[int]] = {}
+
+
+def hold_until_done(owners: object, device: int, stream: int) -> None:
+    """Keep ``owners`` alive until the work queued on the stream so far is done.
+
+    They go with a later call of this, of ``release_done`` or of ``DeviceArray.empty``. On a
+    capturing stream nothing is held: whoever keeps the graph keeps what it uses.
+    """
+    global _depth
+    with driver.current(device):
+        if driver.is_capturing(stream):
+            return
+        with _lock:
+            _depth += 1
+            try:
+                idle = _idle_events.setdefault(device, [])
+                event = idle.pop() if idle else driver.event_create()
+                driver.event_record(event, stream)
+                queue = _held.setdefault((device, stream), deque())
+                queue.append((event, owners))
+            finally:
+                _depth -= 1
+    if len(queue) % _SWEEP_EVERY == 0:
+        release_done()
+
+
+def release_done() -> None:
+    """Let go of what ``hold_until_done`` held for work that is done by now."""
+    global _depth
+    done = []  # dropped after the lock: it may free memory, which waits for the device
+    with _lock:
+        _depth += 1
+        try:
+            if _held and _depth == 1:
+                with driver.housekeeping():
+                    for key, queue in list(_held.items()):
+                        while queue and driver.event_done(queue[0][0]):
+                            done.append(queue.popleft())
+                            _idle_events[key[0]].append(done[-1][0])
+                        if not queue:
+                            del _held[key]
+        finally:
+            _depth -= 1
+
+
+# ---- workspace ---------------------------------------------------------------------------------
+
+
+class Workspace:
+    """Scratch and counters for kernels that merge their splits themselves; grows, never shrinks.
+
+    One workspace serves one launch at a time, so one stream; a launch on a second stream is
+    refused unless ``hand_over`` ordered the two. A replay of a captured graph uses it unseen.
+
+    Parameters
+    ----------
+    device : int
+        CUDA ordinal.
+    """
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
+        self._scratch = DeviceArray.empty((0,), DType.F32, device)
+        # All of them: a launch that was bound before the growth still counts in an older one.
+        self._semaphores = [DeviceArray.empty((0,), DType.I32, device)]
+        self._stream: tuple[int, int] | None = None  # handle and id of the last one
+        self._dirty = False
+        self._lock = threading.Lock()
+
+    def scratch(self, elems: int, *, stream: object = None) -> TensorView:
+        """Return (elems,) f32, undefined; valid as long as the view is held.
+
+        Raises
+        ------
+        ArgumentError
+            It would have to grow while ``stream`` captures.
+        """
+        with self._lock:
+            self._scratch = self._grown(self._scratch, elems, driver.stream_handle(stream))
+            return _first(self._scratch, elems)
+
+    def semaphores(self, elems: int, *, stream: object = None) -> TensorView:
+        """Return (elems,) i32; zero unless a launch is under way. Else like ``scratch``."""
+        with self._lock:
+            handle, have = driver.stream_handle(stream), self._semaphores[-1]
+            grown = self._grown(have, elems, handle)
+            if grown is not have:
+                self._zero(grown, handle)
+                self._semaphores.append(grown)
+            return _first(grown, elems)
+
+    def claim(self, stream: int) -> None:
+        """Take it for a launch on the stream.
+
+        Raises
+        ------
+        ArgumentError
+            It was last used on another stream, or a launch with it failed.
+        """
+        claimed = stream, driver.stream_id(stream, self.device)
+        with self._lock:
+            if self._dirty:
+                wanted = "one whose last launch succeeded (reset() cleans it)"
+                raise ArgumentError("workspace", wanted, "a dirty one")
+            if self._stream is None:
+                self._stream = claimed
+            self._require_last(claimed, "workspace")
+
+    def hand_over(self, stream: object, event: object = None) -> None:
+        """Let it be used on ``stream`` from now on.
+
+        Parameters
+        ----------
+        stream : int, object with ``__cuda_stream__`` or None
+        event : int or object with ``__int__``, optional
+            A CUevent recorded on the old stream after its last launch; ``stream`` waits for it.
+            Without one, the caller has ordered the two in another way.
+        """
+        handle = driver.stream_handle(stream)
+        with self._lock, driver.current(self.device):
+            if event is not None:
+                driver.stream_wait_event(handle, int(event))  # type: ignore[call-overload]
+            self._stream = handle, driver.stream_id(handle, self.device)
+
+    def mark_dirty(self) -> None:
+        """Refuse launches until ``reset``: one failed, and may have left counters behind."""
+        self._dirty = True
+
+    def reset(self, stream: object = None) -> None:
+        """Zero the counters after the work of the last stream; any stream may use it next.
+
+        Parameters
+        ----------
+        stream : int, object with ``__cuda_stream__`` or None
+            The one that it was last used on; None is just that one.
+        """
+        with self._lock:
+            last = self._stream or (0, driver.stream_id(0, self.device))
+            if stream is not None:
+                handle = driver.stream_handle(stream)
+                self._require_last((handle, driver.stream_id(handle, self.device)), "stream")
+            if driver.is_capturing(last[0], self.device):
+                raise ArgumentError("stream", "one that does not capture", "a capturing stream")
+            for semaphores in self._semaphores:
+                self._zero(semaphores, last[0])
+            self._stream, self._dirty = None, False
+
+    def _require_last(self, used: tuple[int, int], name: str) -> None:
+        if self._stream is not None and self._stream[1] != used[1]:
+            expected = f"the stream of its last launch, {self._stream[0]:#x} (see hand_over)"
+            raise ArgumentError(name, expected, f"{used[0]:#x}")
+
+    def _grown(self, have: DeviceArray, elems: int, stream: int) -> DeviceArray:
+        """Return ``have`` if it is large enough, else one that is, and twice as large."""
+        if elems <= have.shape[0]:
+            return have
+        if driver.is_capturing(stream, self.device):
+            wanted = f"{elems} elements of {have.dtype} before the capture begins"
+            raise ArgumentError("workspace", wanted, have.shape[0])
+        return DeviceArray.empty((max(elems, 2 * have.shape[0]),), have.dtype, self.device)
+
+    def _zero(self, array: DeviceArray, stream: int) -> None:
+        if array.ptr:
+            with driver.current(self.device):
+                driver.fill_zero(array.ptr, array.nbytes, stream)
+                driver.synchronize(stream, self.device)
+
+
+def _first(array: DeviceArray, elems: int) -> TensorView:
+    return array.tensor_view._replace(shape=(elems,))

@@ -1,0 +1,1 @@
+"""Tests; ``tests/gpu`` needs a CUDA device."""

@@ -1,0 +1,73 @@
+"""All tests outside tests/gpu run against tests/fake_cuda."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import fake_cuda
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks = config.option.markexpr
+    if "gpu" not in marks or "not gpu" in marks:
+        folder = tempfile.TemporaryDirectory(prefix="fake_cuda")
+        config.add_cleanup(folder.cleanup)
+        fake_cuda.load(fake_cuda.build(Path(folder.name)))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.relative_to(Path(__file__).parent).parts:
+            item.add_marker("gpu")
+
+
+@pytest.fixture
+def fake() -> Iterator[ModuleType]:
+    """Give the fake driver, as after start-up; what ctm_rt remembers of devices is forgotten."""
+    from ctm_rt import driver
+
+    for remembered in (driver.compute_capability, driver.num_sms):
+        remembered.cache_clear()
+    fake_cuda.reset()
+    yield fake_cuda
+    fake_cuda.reset()
+    for remembered in (driver.compute_capability, driver.num_sms):
+        remembered.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export the decode modules for sm_90a; give the root of their store."""
+    root = tmp_path_factory.mktemp("store")
+    command = [sys.executable, "-m", "kernels.export", "--arch", "sm_90a", "--out", str(root)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
+    return root
+
+
+@pytest.fixture
+def decode_store(exported: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let names be looked up among the exported modules alone."""
+    from ctm_rt.modules import store
+
+    monkeypatch.setattr(store, "PREBUILT", exported)
+    monkeypatch.setattr(store, "USER", exported / "none")
+    return exported
+
+
+@pytest.fixture
+def computing(fake: ModuleType, decode_store: Path) -> Iterator[ModuleType]:
+    """Give the fake driver on which decode launches compute, by the definition."""
+    from ctm_rt.decode import scratch
+    from ctm_rt.memory import release_done
+    from tests.decode_launch import compute
+
+    fake.on_launch(compute)
+    yield fake
+    scratch._shared.clear()
+    release_done()
