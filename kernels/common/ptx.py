@@ -1,0 +1,196 @@
+"""The PTX instructions that the kernels use, one function each.
+
+Inline PTX is volatile: the compiler keeps the order of these calls and drops none of them. Shared
+memory is addressed by its 32-bit window address, global memory by a 64-bit address.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import arith
+
+LOG2_E = 1.4426950408889634
+NEG_INF = float("-inf")
+
+
+def asm(code, outputs=(), inputs=()):
+    return cute.arch.inline_ptx(
+        code, write_only_types=list(outputs) or None, read_only_args=list(inputs) or None
+    )
+
+
+def select(condition, a, b):
+    """Return ``a`` if ``condition`` else ``b`` without a branch (a Python ``if`` becomes one)."""
+    kind = type(a)
+    return kind(arith.select(Boolean(condition).ir_value(), a.ir_value(), kind(b).ir_value()))
+
+
+# --- asynchronous copies -------------------------------------------------------------------------
+
+
+def cp_async_16(smem, gmem, nbytes):
+    """Copy ``nbytes`` (0 or 16) to shared memory and fill the rest of the 16 with zeros."""
+    asm(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+        inputs=(smem, gmem, nbytes),
+    )
+
+
+def cp_async_commit():
+    asm("cp.async.commit_group;")
+
+
+def cp_async_wait(pending):
+    asm(f"cp.async.wait_group {pending};")
+
+
+# --- fragments -----------------------------------------------------------------------------------
+
+
+def ldmatrix_x4(smem, transpose=False):
+    trans = ".trans" if transpose else ""
+    return asm(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        (Uint32,) * 4,
+        (smem,),
+    )
+
+
+def movmatrix_trans(a):
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", (Uint32,), (a,))
+
+
+def mma_m16n8k16(a, b, c):
+    """Return A (16x16, f16) times B (16x8, f16) plus C (16x8, f32), as the four C registers."""
+    return asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        (Float32,) * 4,
+        (*a, *b, *c),
+    )
+
+
+def pack_f16x2(low, high):
+    return asm("cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", (Uint32,), (low, high))
+
+
+def e4m3x4_to_f16x2x2(word):
+    """Convert four e4m3 bytes to two f16 pairs, exactly (every e4m3 value is an f16 value)."""
+    return asm(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
+        (Uint32, Uint32),
+        (word,),
+    )
+
+
+def byte_permute(word, selector):
+    return asm(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#x};", (Uint32,), (word,))
+
+
+def exp2(x):
+    return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", (Float32,), (x,))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def ld_global_u32(address):
+    return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Uint32,), (address,))
+
+
+def ld_global_u32x2(address):
+    return asm("ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (address,))
+
+
+def ld_global_i32(address):
+    return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Int32,), (address,))
+
+
+def ld_global_f32(address):
+    return asm("ld.global.nc.f32 {$w0}, [{$r0}];", (Float32,), (address,))
+
+
+def ld_l2_f32x4(address):
+    """Load past L1: another CTA of this launch wrote it."""
+    return asm(
+        "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", (Float32,) * 4, (address,)
+    )
+
+
+def ld_l2_f32x2(address):
+    return asm("ld.global.cg.v2.f32 {{$w0}, {$w1}}, [{$r0}];", (Float32,) * 2, (address,))
+
+
+def st_global_f32x4(address, values):
+    asm("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", inputs=(address, *values))
+
+
+def st_global_f32x2(address, values):
+    asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values))
+
+
+def st_global_u32x2(address, values):
+    asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values))
+
+
+def st_global_i32(address, value):
+    asm("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", inputs=(address, value))
+
+
+def ld_shared_f32(smem):
+    return asm("ld.shared.f32 {$w0}, [{$r0}];", (Float32,), (smem,))
+
+
+def ld_shared_f32x4(smem):
+    return asm("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", (Float32,) * 4, (smem,))
+
+
+def ld_shared_i32(smem):
+    return asm("ld.shared.b32 {$w0}, [{$r0}];", (Int32,), (smem,))
+
+
+def st_shared_f32(smem, value):
+    asm("st.shared.f32 [{$r0}], {$r1};", inputs=(smem, value))
+
+
+def st_shared_i32(smem, value):
+    asm("st.shared.b32 [{$r0}], {$r1};", inputs=(smem, value))
+
+
+def atomic_add_acq_rel(address, value):
+    """Add at GPU scope; what this CTA wrote before is visible to whoever reads the sum."""
+    return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
+
+
+# --- warp ----------------------------------------------------------------------------------------
+
+
+def warp_reduce(value, combine, lane_masks=(16, 8, 4, 2, 1)):
+    for mask in lane_masks:
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=mask))
+    return value
+
+
+def add(a, b):
+    return a + b
+
+
+def divmod_by_magic(n, divisor, magic):
+    """Return ``n // divisor, n % divisor`` for 0 <= n < 2**31, with ``magic = (2**32 - 1) // divisor``.
+
+    The product falls short of the quotient by at most one; a run-time division is some 40
+    instructions in front of the first load.
+    """
+    quotient = cutlass.Int32(cute.arch.mul_hi(Uint32(n), Uint32(magic)))
+    remainder = n - quotient * divisor
+    over = remainder >= divisor
+    return (
+        select(over, quotient + Int32(1), quotient),
+        select(over, remainder - divisor, remainder),
+    )
+
+
+def wide(x):
+    return Int64(x)
