@@ -1,0 +1,217 @@
+"""Inputs on the GPU, and what every decode launch owes: the same bits again and clean counters."""
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import cuda.bindings.driver as cu
+import numpy as np
+
+import ctm_rt
+from ctm_rt import driver
+from ctm_rt.decode import plan
+from ctm_rt.modules.kernel import Kernel
+from ctm_rt.modules.manifest import HOST
+from ctm_rt.modules.store import find, list_modules, runnable_archs, store_roots
+from ctm_rt.tensor import TensorView, view
+from tests.gpu.inputs import Inputs, Module
+
+DEVICE = 0
+TOLERANCE = 6e-4  # of a sequence's norm: f16 probabilities and output, nothing else
+HALF_STEP = 2.0**-25  # of f16 next to zero, where a sink leaves next to nothing for the values
+
+
+def decode_modules() -> list[Module]:
+    """Return the decode modules in the store that this GPU can run; all, where there is no GPU."""
+    try:
+        archs = runnable_archs(driver.compute_capability(DEVICE))
+    except ctm_rt.DriverError:
+        archs = None
+    found = set()
+    for path in (entry.path for entry in list_modules(store_roots())):
+        parts = re.fullmatch(r"fmha_decode_(f16|e4m3)_d(\d+)", path.stem)
+        arch, host = path.parts[-3:-1]
+        if parts and host == HOST and (archs is None or arch in archs):
+            found.add(Module(path.stem, parts[1], int(parts[2])))
+    return sorted(found)
+
+
+def copy_module(module: Module, root: Path) -> Path:
+    """Copy a module into another store, where nobody has loaded it; return its ``.json``."""
+    source = find(module.name, driver.compute_capability(DEVICE), store_roots())
+    target = root.joinpath(*source.parts[-3:])
+    target.parent.mkdir(parents=True)
+    for suffix in (".so", ".h", ".json"):
+        shutil.copy(source.with_suffix(suffix), target.with_suffix(suffix))
+    return target
+
+
+def place(array: np.ndarray, dtype: str | None = None) -> TensorView:
+    """Upload the whole buffer that ``array`` is a view of; return the same view of the copy."""
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    buffer = view(ctm_rt.to_device(base, dtype=dtype))
+    strides = tuple(nbytes // array.itemsize for nbytes in array.strides)
+    ptr = buffer.ptr + array.ctypes.data - base.ctypes.data
+    return buffer._replace(ptr=ptr, shape=array.shape, strides=strides)
+
+
+def write(target: TensorView, array: np.ndarray) -> None:
+    """Overwrite a packed device array."""
+    array = np.ascontiguousarray(array)
+    driver.copy_to_device(target.ptr, array.ctypes.data, array.nbytes, 0)
+    driver.synchronize(0, DEVICE)
+
+
+def fill_nan(ptr: int, nbytes: int) -> None:
+    """Fill with 0x7fff, which is NaN as f16, as f32 and as a pair of e4m3."""
+    driver.check("cuMemsetD16", cu.cuMemsetD16(ptr, 0x7FFF, nbytes // 2))
+
+
+@contextmanager
+def new_stream() -> Iterator[int]:
+    """A stream that does not wait for the legacy default stream."""
+    flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+    stream = driver.check("cuStreamCreate", cu.cuStreamCreate(flags))
+    yield int(stream)
+    driver.check("cuStreamDestroy", cu.cuStreamDestroy(stream))
+
+
+@contextmanager
+def capturing(stream: int) -> Iterator[list[object]]:
+    """Capture what the block queues; the list then holds the graph."""
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # refuses whatever may break one
+    driver.check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream, mode))
+    graphs: list[object] = []
+    try:
+        yield graphs
+    finally:
+        graphs.append(driver.check("cuStreamEndCapture", cu.cuStreamEndCapture(stream)))
+
+
+def capture(stream: int, *launches: Callable[[int], object]) -> Callable[[], None]:
+    """Capture the launches, in order; return what replays them on ``stream``."""
+    with capturing(stream) as graphs:
+        for launch in launches:
+            launch(stream)
+    executable = driver.check("cuGraphInstantiate", cu.cuGraphInstantiate(graphs[0], 0))
+    return lambda: driver.check("cuGraphLaunch", cu.cuGraphLaunch(executable, stream))
+
+
+class Call:
+    """One decode call on the device, with guards around ``out``.
+
+    Parameters
+    ----------
+    module : Module
+    inputs : Inputs
+    workspace : Workspace, optional
+        By default one of its own, grown beforehand so that its buffers can be looked at.
+    """
+
+    def __init__(
+        self, module: Module, inputs: Inputs, workspace: ctm_rt.Workspace | None = None
+    ) -> None:
+        self.module, self.inputs = module, inputs
+        pool_dtype = "e4m3" if module.kv_dtype == "e4m3" else None
+        self.arrays = {
+            name: None if array is None else place(array, pool_dtype if name == "kv_pool" else None)
+            for name, array in inputs.arrays.items()
+        }
+        self.guarded_out = place(np.zeros((inputs.batch + 2, *inputs.q.shape[1:]), np.float16))
+        row = math.prod(inputs.q.shape[1:])
+        self.out = self.guarded_out._replace(
+            ptr=self.guarded_out.ptr + 2 * row, shape=inputs.q.shape
+        )
+        self.workspace = ctm_rt.Workspace(DEVICE) if workspace is None else workspace
+        self.scratch = self.workspace.scratch(
+            plan.workspace_elems(inputs.batch, inputs.num_q_heads, module.head_dim)
+        )
+        self.semaphores = self.workspace.semaphores(
+            plan.semaphore_elems(inputs.batch, inputs.num_kv_heads)
+        )
+
+    def bind(self, **changed: object) -> Callable[..., object]:
+        """Bind through the public function, with some of its arguments changed."""
+        arguments = self.arrays | self.inputs.scalars | {"out": self.out}
+        return ctm_rt.bind_decode(**arguments | {"workspace": self.workspace} | changed)
+
+    def bind_splits(self, num_splits: int, kernel: Kernel | None = None) -> Callable[..., object]:
+        """Bind the module itself, or another copy of it, for splits that a plan may not choose."""
+        inputs = self.inputs
+        rows = inputs.batch * inputs.num_q_heads * num_splits
+        self.scratch = place(np.zeros(rows * (self.module.head_dim + 2), np.float32))
+        return (kernel or ctm_rt.load(self.module.name)).bind(
+            **self.arrays,
+            out=self.out,
+            workspace=self.scratch,
+            semaphores=self.semaphores,
+            scale_log2=inputs.scale * inputs.k_scale * math.log2(math.e),
+            v_scale=inputs.v_scale,
+            sliding_window=inputs.sliding_window,
+            num_splits=num_splits,
+        )
+
+    def poison(self) -> None:
+        """Fill with NaN what the launch must write before it reads, or not touch."""
+        for buffer in (self.guarded_out, self.scratch):
+            fill_nan(buffer.ptr, math.prod(buffer.shape) * buffer.dtype.itemsize)
+
+    def result(self) -> np.ndarray:
+        """Return ``out`` of the launches so far; counters and guards must be as they were."""
+        driver.check("cuCtxSynchronize", cu.cuCtxSynchronize())
+        assert not ctm_rt.to_host(self.semaphores).any(), "a counter was left set"
+        guarded = ctm_rt.to_host(self.guarded_out)
+        assert (guarded[[0, -1]].view(np.uint16) == 0x7FFF).all(), "written outside of out"
+        return guarded[1:-1]
+
+    def run(self, launch: Callable[..., object] | None = None, stream: int = 0) -> np.ndarray:
+        """Launch twice on poison; return ``out``, equal in every bit."""
+        launch = launch or self.bind()
+        outs = []
+        for _ in range(2):
+            self.poison()
+            driver.check("cuCtxSynchronize", cu.cuCtxSynchronize())
+            launch(stream)
+            outs.append(self.result())
+        assert_same(*outs)
+        return outs[0]
+
+
+def decode(module: Module, inputs: Inputs) -> np.ndarray:
+    """Run one call with buffers of its own."""
+    return Call(module, inputs).run()
+
+
+def reference(inputs: Inputs) -> np.ndarray:
+    """Return the float64 definition; scores and values past float16 do not warn."""
+    with np.errstate(all="ignore"):
+        return ctm_rt.reference.decode_attention(**inputs.arrays, **inputs.scalars)
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
+    """Equal in every bit."""
+    np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
+
+
+def assert_matches(got: np.ndarray, inputs: Inputs, exact: np.ndarray | None = None) -> None:
+    """Match the reference in each sequence, so that no long one hides a short one.
+
+    ``exact`` is the reference's answer, where the caller has it already.
+    """
+    exact = reference(inputs) if exact is None else exact
+    axes = tuple(range(1, exact.ndim))
+    wrong = (np.isnan(got) != np.isnan(exact)).any(axis=axes)
+    assert not wrong.any(), f"NaN, or none, in sequences of {inputs.seq_lens[wrong]} tokens"
+    error = np.sqrt(np.nansum((got - exact) ** 2, axis=axes))
+    allowed = TOLERANCE * np.sqrt(np.nansum(exact**2, axis=axes))
+    allowed += HALF_STEP * math.sqrt(math.prod(exact.shape[1:]))
+    worst = int(np.argmax(error - allowed))
+    assert (error <= allowed).all(), (
+        f"sequence {worst} of {inputs.seq_lens[worst]} tokens: "
+        f"error {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    )
