@@ -11,6 +11,18 @@ _PROGBITS, _NOBITS = 1, 8
 _FORMAT_SIZED = 4
 _FRAME_SIZE, _REQUIRED_THREADS, _REGISTERS = 0x11, 0x10, 0x2F
 
+# The low 9 bits of a 128-bit instruction are its opcode; the same on sm_80 to sm_121 (nvdisasm).
+_OPCODES = {
+    0x03C: "HMMA",  # f16 and bf16 matrix multiply
+    0x03B: "LDSM",  # ldmatrix
+    0x1AE: "LDGSTS",  # cp.async
+    0x1B4: "UTMALDG",  # cp.async.bulk.tensor
+    0x1BA: "UBLKCP",  # cp.async.bulk
+    0x183: "LDL",
+    0x187: "STL",
+}
+_LDGSTS_128 = 2  # in the 2 bits of its second word that say 32, 64 or 128 bits
+
 
 class KernelUsage(NamedTuple):
     name: str
@@ -18,6 +30,7 @@ class KernelUsage(NamedTuple):
     spill_bytes: int  # local memory per thread: spills, and arrays that did not fit into registers
     static_smem_nbytes: int  # what is launched with on top is the variant's to say
     block: tuple[int, int, int] | None  # where the kernel fixes it
+    instructions: dict[str, int]  # how many of those that tell whether it is what was meant
 
 
 class _Section(NamedTuple):
@@ -28,7 +41,7 @@ class _Section(NamedTuple):
     nbytes: int
 
 
-def kernel_usage(image: bytes) -> list[KernelUsage]:
+def kernel_usage(image: bytes, gpu_arch: str) -> list[KernelUsage]:
     """List the kernels of the one cubin in ``image``, in the order in which they were traced."""
     sections = _sections(_cubin(image))
     names = _symbol_names(sections)
@@ -44,11 +57,35 @@ def kernel_usage(image: bytes) -> list[KernelUsage]:
             for attribute, value in _attributes(section.data):
                 if attribute == _REQUIRED_THREADS:
                     blocks[section.name[9:]] = struct.unpack("<III", value)
-    kernels = [s.name[6:] for s in sections if s.name.startswith(".text.") and s.kind == _PROGBITS]
-    return [
-        KernelUsage(name, registers[name], frames.get(name, 0), smem.get(name, 0), blocks.get(name))
-        for name in sorted(kernels, key=lambda name: int(re.search(r"(\d*)$", name)[1] or 0))
+    kernels = [
+        (s.name.removeprefix(".text."), _instructions(s.data, gpu_arch))
+        for s in sections
+        if s.name.startswith(".text.") and s.kind == _PROGBITS
     ]
+    return [
+        KernelUsage(
+            name, registers[name], frames.get(name, 0), smem.get(name, 0), blocks.get(name), counts
+        )
+        for name, counts in sorted(kernels, key=_traced)
+    ]
+
+
+def _traced(kernel: tuple[str, dict[str, int]]) -> int:
+    """Return the number that ends a kernel's name."""
+    return int(re.search(r"(\d*)$", kernel[0])[1] or 0)
+
+
+def _instructions(code: bytes, gpu_arch: str) -> dict[str, int]:
+    """Count the opcodes of ``_OPCODES``; copies of 16 bytes apart from narrower ones."""
+    width_at = 10 if int(re.sub(r"\D", "", gpu_arch)) >= 100 else 9
+    counts = dict.fromkeys([*_OPCODES.values(), "LDGSTS.128"], 0)
+    for low, high in struct.iter_unpack("<QQ", code):
+        name = _OPCODES.get(low & 0x1FF)
+        if name == "LDGSTS" and high >> width_at & 3 == _LDGSTS_128:
+            name = "LDGSTS.128"
+        if name:
+            counts[name] += 1
+    return counts
 
 
 def _cubin(image: bytes) -> bytes:

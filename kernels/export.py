@@ -106,16 +106,16 @@ def _build(variant: Any, gpu_arch: str, host: str, staging: Path) -> dict[str, b
         ctm_rt_version=ctm_rt.__version__,
         sha256={s: hashlib.sha256(files[f"{name}.{s}"]).hexdigest() for s in ("so", "h")},
         source_sha256=source_sha256(),
-        config=_config(variant.config(gpu_arch), files[f"{name}.o"]),
+        config=_config(variant.config(gpu_arch), files[f"{name}.o"], gpu_arch),
         parameters=tuple(manifest.ParameterSpec(**row) for row in variant.parameters),
     )
     files[f"{name}.json"] = document.as_json().encode()
     return files
 
 
-def _config(config: dict[str, Any], image: bytes) -> dict[str, Any]:
+def _config(config: dict[str, Any], image: bytes, gpu_arch: str) -> dict[str, Any]:
     """Add to the variant's own account what each kernel, in order of tracing, turned out to use."""
-    used = kernel_usage(image)
+    used = kernel_usage(image, gpu_arch)
     given = config.get("kernels", [{}] * len(used))
     if len(given) != len(used):
         raise ValueError(f"the variant tells of {len(given)} kernels, the object holds {len(used)}")

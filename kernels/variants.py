@@ -1,6 +1,7 @@
 """What is exported: one table, and the row is the key."""
 
 import re
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 FP8_SINCE = 89  # cvt.rn.f16x2.e4m3x2
@@ -29,30 +30,39 @@ class Variant(NamedTuple):
         return [parameter.row() for parameter in parameters(self.kv_dtype, self.head_dim)]
 
     def config(self, gpu_arch: str) -> dict[str, Any]:
-        from kernels.fmha_decode_ctm.config import MAX_SPLITS, decode_config
-
-        config = decode_config(self.kv_dtype, self.head_dim, gpu_arch)
+        """Return what a plan needs: the module's kernels, in the order of its ``kernel`` scalar."""
         return {
-            "tile_tokens": config.tile_tokens,
-            "stages": config.stages,
-            "max_splits": MAX_SPLITS,
-            "block": config.threads,
             "kernels": [
-                {**shape._asdict(), "smem_nbytes": config.smem_nbytes(shape.head_tiles)}
-                for shape in config.kernels
-            ],
+                {
+                    **asdict(kernel.shape),
+                    "tile_tokens": kernel.tile_tokens,
+                    "block": kernel.threads,
+                    "smem_nbytes": kernel.smem.nbytes,
+                }
+                for kernel in self._entry(gpu_arch).kernels
+            ]
         }
 
     def compile(self, gpu_arch: str, options: str) -> Any:
         """Trace and compile with symbolic shapes; no tensor and no GPU is needed."""
         from cutlass import cute
 
-        from kernels.fmha_decode_ctm.config import decode_config
-        from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode, parameters
+        from kernels.fmha_decode_ctm.fmha_decode import parameters
 
-        kernel = FmhaDecode(decode_config(self.kv_dtype, self.head_dim, gpu_arch))
         fakes = [parameter.fake() for parameter in parameters(self.kv_dtype, self.head_dim)]
-        return cute.compile(kernel, *fakes, options=options)
+        return cute.compile(self._entry(gpu_arch), *fakes, options=options)
+
+    def _entry(self, gpu_arch: str) -> Any:
+        from kernels.fmha_decode_ctm.config import decode_config, load_config
+        from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode
+
+        config = load_config if self.family == "kv_load" else decode_config
+        return FmhaDecode(config(self.kv_dtype, self.head_dim, gpu_arch))
 
 
-VARIANTS = tuple(Variant("fmha_decode", "f16", head_dim) for head_dim in (64, 128))
+VARIANTS = tuple(
+    Variant(family, kv_dtype, head_dim)
+    for family in ("fmha_decode", "kv_load")  # the latter for the benchmark
+    for kv_dtype in ("f16", "e4m3")
+    for head_dim in (32, 64, 128, 256, 512)
+)

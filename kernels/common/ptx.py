@@ -6,16 +6,19 @@ memory is addressed by its 32-bit window address, global memory by a 64-bit addr
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir.dialects import arith
 
 LOG2_E = 1.4426950408889634
 NEG_INF = float("-inf")
 
 
-def asm(code, outputs=(), inputs=()):
+def asm(code, outputs=(), inputs=(), predicate=None):
     return cute.arch.inline_ptx(
-        code, write_only_types=list(outputs) or None, read_only_args=list(inputs) or None
+        code,
+        write_only_types=list(outputs) or None,
+        read_only_args=list(inputs) or None,
+        predicate=None if predicate is None else Boolean(predicate),
     )
 
 
@@ -96,14 +99,6 @@ def exp2(x):
 # --- memory --------------------------------------------------------------------------------------
 
 
-def ld_global_u32(address):
-    return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Uint32,), (address,))
-
-
-def ld_global_u32x2(address):
-    return asm("ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (address,))
-
-
 def ld_global_i32(address):
     return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Int32,), (address,))
 
@@ -123,28 +118,45 @@ def ld_l2_f32x2(address):
     return asm("ld.global.cg.v2.f32 {{$w0}, {$w1}}, [{$r0}];", (Float32,) * 2, (address,))
 
 
-def st_global_f32x4(address, values):
-    asm("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", inputs=(address, *values))
+def st_global_f32x4(address, values, predicate=None):
+    asm(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        inputs=(address, *values),
+        predicate=predicate,
+    )
 
 
-def st_global_f32x2(address, values):
-    asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values))
+def st_global_f32x2(address, values, predicate=None):
+    asm("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values), predicate=predicate)
 
 
-def st_global_u32x2(address, values):
-    asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values))
+def st_global_u32x2(address, values, predicate=None):
+    asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values), predicate=predicate)
 
 
 def st_global_i32(address, value):
     asm("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", inputs=(address, value))
 
 
+def atomic_add_acq_rel(address, value):
+    """Add at GPU scope; what this CTA wrote before is visible to whoever reads the sum."""
+    return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
+
+
 def ld_shared_f32(smem):
     return asm("ld.shared.f32 {$w0}, [{$r0}];", (Float32,), (smem,))
 
 
+def ld_shared_f32x2(smem):
+    return asm("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", (Float32,) * 2, (smem,))
+
+
 def ld_shared_f32x4(smem):
     return asm("ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", (Float32,) * 4, (smem,))
+
+
+def ld_shared_u32x2(smem):
+    return asm("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (smem,))
 
 
 def ld_shared_i32(smem):
@@ -155,13 +167,106 @@ def st_shared_f32(smem, value):
     asm("st.shared.f32 [{$r0}], {$r1};", inputs=(smem, value))
 
 
+def st_shared_f32x2(smem, values):
+    asm("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", inputs=(smem, *values))
+
+
+def st_shared_f32x4(smem, values, predicate=None):
+    asm(
+        "st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        inputs=(smem, *values),
+        predicate=predicate,
+    )
+
+
 def st_shared_i32(smem, value):
     asm("st.shared.b32 [{$r0}], {$r1};", inputs=(smem, value))
 
 
-def atomic_add_acq_rel(address, value):
-    """Add at GPU scope; what this CTA wrote before is visible to whoever reads the sum."""
-    return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
+# --- memory barriers -----------------------------------------------------------------------------
+
+
+def mbarrier_init(smem, predicate):
+    """Make a barrier for one arrival and the bytes it announces; ``fence_mbarrier_init`` next."""
+    asm("mbarrier.init.shared::cta.b64 [{$r0}], 1;", inputs=(smem,), predicate=predicate)
+
+
+def fence_mbarrier_init():
+    asm("fence.mbarrier_init.release.cluster;")
+
+
+def mbarrier_expect(smem, nbytes, predicate):
+    """Arrive, and announce ``nbytes`` that asynchronous copies will bring."""
+    asm(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
+        inputs=(smem, nbytes),
+        predicate=predicate,
+    )
+
+
+def mbarrier_done(smem, phase):
+    return asm(
+        "{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+        "done, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, done; }",
+        (Int32,),
+        (smem, phase),
+    )
+
+
+def fence_proxy_async():
+    asm("fence.proxy.async.shared::cta;")
+
+
+def tensor_copy_5d(smem, tensor_map, coordinates, barrier, predicate):
+    """Copy a box of the tensor, innermost coordinate first; ``barrier`` counts its bytes."""
+    asm(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];",
+        inputs=(smem, tensor_map, *coordinates, barrier),
+        predicate=predicate,
+    )
+
+
+# --- clusters ------------------------------------------------------------------------------------
+
+
+def cluster_arrive():
+    """Relaxed: a release would be a fence in front of the first loads; the init has its own."""
+    asm("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_wait():
+    asm("barrier.cluster.wait.acquire.aligned;")
+
+
+def peer_address(smem, rank):
+    return asm("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", (Uint32,), (smem, rank))
+
+
+def st_async_f32x4(peer, values, peer_barrier, predicate):
+    asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        inputs=(peer, *values, peer_barrier),
+        predicate=predicate,
+    )
+
+
+def st_async_f32x2(peer, values, peer_barrier, predicate):
+    asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+        "[{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        inputs=(peer, *values, peer_barrier),
+        predicate=predicate,
+    )
+
+
+# --- barriers ------------------------------------------------------------------------------------
+
+
+def barrier(index, threads):
+    """Wait for ``threads`` threads of the CTA at one of its sixteen barriers."""
+    asm(f"bar.sync {{$r0}}, {threads};", inputs=(index,))
 
 
 # --- warp ----------------------------------------------------------------------------------------
@@ -178,10 +283,10 @@ def add(a, b):
 
 
 def divmod_by_magic(n, divisor, magic):
-    """Return ``n // divisor, n % divisor`` for 0 <= n < 2**31, with ``magic = (2**32 - 1) // divisor``.
+    """Return ``n // divisor, n % divisor`` for 0 <= n < 2**31.
 
-    The product falls short of the quotient by at most one; a run-time division is some 40
-    instructions in front of the first load.
+    ``magic`` is (2**32 - 1) // divisor: the product falls short of the quotient by at most one. A
+    run-time division is some 40 instructions in front of the first load.
     """
     quotient = cutlass.Int32(cute.arch.mul_hi(Uint32(n), Uint32(magic)))
     remainder = n - quotient * divisor
@@ -190,7 +295,3 @@ def divmod_by_magic(n, divisor, magic):
         select(over, quotient + Int32(1), quotient),
         select(over, remainder - divisor, remainder),
     )
-
-
-def wide(x):
-    return Int64(x)

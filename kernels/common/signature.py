@@ -12,7 +12,7 @@ from cutlass.cute.typing import sym_int32, sym_int64
 
 _DTYPES = {
     "f16": cutlass.Float16,
-    "e4m3": cutlass.Uint8,  # the DSL has no arithmetic for it on every arch; the kernels convert bytes
+    "e4m3": cutlass.Uint8,  # the kernels convert bytes: no DSL arithmetic on every arch
     "f32": cutlass.Float32,
     "i32": cutlass.Int32,
 }
