@@ -9,12 +9,21 @@ import numpy.typing as npt
 
 from ctm_rt import driver, reference
 from ctm_rt.decode.attention import bind_decode
-from ctm_rt.decode.plan import DecodeProblem, plan_decode
+from ctm_rt.decode.plan import (
+    DecodePlan,
+    DecodeProblem,
+    decode_kernels,
+    module_name,
+    plan_decode,
+)
+from ctm_rt.errors import ModuleError
 from ctm_rt.memory import Workspace, to_device, to_host
+from ctm_rt.modules.manifest import read_manifest
+from ctm_rt.modules.store import find, store_roots
 from ctm_rt.paged_kv import TOKENS_PER_PAGE, UNUSED_PAGE_ENTRY, compute_max_pages_per_seq
 
 TOLERANCE = 6e-4  # |out - exact| / |exact|: f16 weights and output give about 3e-4
-HOST_SMS = 132  # splits on the host backend are those of an H200
+H200 = (9, 0), 132  # whose plans the host backend follows: compute capability and SMs
 NUM_TIMED = 200
 
 Array = npt.NDArray[Any]
@@ -36,7 +45,12 @@ class Case(NamedTuple):
         """The shapes that are planned for."""
         max_pages = compute_max_pages_per_seq(max(self.seq_lens))
         return DecodeProblem(
-            len(self.seq_lens), self.num_q_heads, self.num_kv_heads, self.head_dim, max_pages
+            len(self.seq_lens),
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            max_pages,
+            sliding_window=self.sliding_window,
         )
 
 
@@ -56,7 +70,7 @@ class Result(NamedTuple):
     """How a case went."""
 
     case: Case
-    num_splits: int
+    plan: DecodePlan | None  # None on a host without the module
     error: float
     us: float  # per launch on a GPU, per call on the host
 
@@ -69,15 +83,27 @@ class Result(NamedTuple):
 def run_case(case: Case, device: int | None, *, seed: int = 0) -> Result:
     """Run ``case`` on a CUDA device, or on the host where that is None, and check the result."""
     arrays, options = _inputs(case, np.random.default_rng(seed))
-    num_sms = HOST_SMS if device is None else driver.num_sms(device)
-    num_splits = plan_decode(case.problem, num_sms=num_sms).num_splits
+    plan = _plan(case.problem, device)
     if device is None:
-        out, us = _on_host(arrays, options, num_splits)
+        out, us = _on_host(arrays, options, plan.max_partials if plan else 1)
     else:
         out, us = _on_gpu(arrays, options, device)
     exact = reference.decode_attention(**arrays, **options)
     error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
-    return Result(case, num_splits, float(np.nan_to_num(error, nan=np.inf)), us)
+    return Result(case, plan, float(np.nan_to_num(error, nan=np.inf)), us)
+
+
+def _plan(p: DecodeProblem, device: int | None) -> DecodePlan | None:
+    """Return how ``p`` is launched on a device, or would be on an H200; None without a module."""
+    capability, num_sms = H200
+    if device is not None:
+        capability, num_sms = driver.compute_capability(device), driver.num_sms(device)
+    try:
+        path = find(module_name(p.head_dim, p.fp8_kv_cache, p.tree), capability, store_roots())
+        kernels = decode_kernels(read_manifest(path).config)
+    except ModuleError:
+        return None
+    return plan_decode(p, num_sms=num_sms, kernels=kernels)
 
 
 def _inputs(case: Case, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,9 +153,9 @@ def _on_gpu(arrays: dict[str, Any], options: dict[str, Any], device: int) -> tup
 
 
 def _on_host(
-    arrays: dict[str, Any], options: dict[str, Any], num_splits: int
+    arrays: dict[str, Any], options: dict[str, Any], num_partials: int
 ) -> tuple[Array, float]:
     run: Callable[..., Array] = reference.decode_attention_plain
     start = time.perf_counter()
-    out = run(**arrays, **options, num_splits=num_splits)
+    out = run(**arrays, **options, num_partials=num_partials)
     return out, (time.perf_counter() - start) * 1e6

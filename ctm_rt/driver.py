@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -19,12 +20,13 @@ _RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _NOT_CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _Attribute = cu.CUdevice_attribute
 _Result = cu.CUresult
+_SUCCESS = _Result.CUDA_SUCCESS
 _init_lock = threading.Lock()
 
 
 def check(call: str, result: tuple[Any, ...]) -> Any:
     """Return what the driver returned beside its status; raise DriverError if it refused."""
-    if result[0] != _Result.CUDA_SUCCESS:
+    if result[0] is not _SUCCESS:
         raise error(call, result[0])
     return result[1] if len(result) == 2 else result[1:] or None
 
@@ -171,14 +173,23 @@ def stream_handle(stream: object) -> int:
     return int(handle)
 
 
-def stream_id(stream: int, device: int) -> int:
-    """Return a number that no other stream of the process has or will have."""
+def stream_id(stream: int, device: int) -> int | None:
+    """Return a number that no other stream of the process has or will have.
+
+    None while the stream captures: to ask then is forbidden, and spoils the capture.
+    """
     if stream <= 1:
         return _legacy_stream_id(device)
     if stream > 2:  # knows its context
-        return int(check("cuStreamGetId", cu.cuStreamGetId(stream)))
+        return _stream_id(stream)
     with current(device):  # the calling thread's own
-        return int(check("cuStreamGetId", cu.cuStreamGetId(stream)))
+        return _stream_id(stream)
+
+
+def _stream_id(stream: int) -> int | None:
+    if is_capturing(stream):
+        return None
+    return int(check("cuStreamGetId", cu.cuStreamGetId(stream)))
 
 
 @functools.cache
@@ -198,9 +209,9 @@ def is_capturing(stream: int, device: int | None = None) -> bool:
     else:
         with current(device):
             result = cu.cuStreamIsCapturing(stream)
-    if result[0] == _Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+    if result[0] is _Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
-    return bool(check("cuStreamIsCapturing", result) != _NOT_CAPTURING)
+    return check("cuStreamIsCapturing", result) is not _NOT_CAPTURING
 
 
 def synchronize(stream: int, device: int) -> None:
@@ -234,6 +245,11 @@ def copy_to_host(host_ptr: int, src: int, nbytes: int, stream: int) -> None:
     check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(host_ptr, src, nbytes, stream))
 
 
+def copy_on_device(dst: int, src: int, nbytes: int, stream: int) -> None:
+    """Queue a copy between places on one device."""
+    check("cuMemcpyDtoDAsync", cu.cuMemcpyDtoDAsync(dst, src, nbytes, stream))
+
+
 def fill_zero(ptr: int, nbytes: int, stream: int) -> None:
     """Queue zeroing."""
     check("cuMemsetD8Async", cu.cuMemsetD8Async(ptr, 0, nbytes, stream))
@@ -249,9 +265,9 @@ def pointer_device(ptr: int) -> int | None:
     return int(check("cuPointerGetAttribute", result))
 
 
-def event_create() -> int:
-    """Return an event without timing, of the current context."""
-    return int(check("cuEventCreate", cu.cuEventCreate(_EVENT_FLAGS)))
+def event_create(*, timing: bool = False) -> int:
+    """Return an event of the current context."""
+    return int(check("cuEventCreate", cu.cuEventCreate(0 if timing else _EVENT_FLAGS)))
 
 
 def event_record(event: int, stream: int) -> None:
@@ -268,6 +284,13 @@ def event_done(event: int) -> bool:
     return True
 
 
+def event_elapsed_us(start: int, stop: int) -> float:
+    """Return the time between two events with timing; waits for the later."""
+    check("cuEventSynchronize", cu.cuEventSynchronize(stop))
+    milliseconds: float = check("cuEventElapsedTime", cu.cuEventElapsedTime(start, stop))
+    return 1e3 * milliseconds
+
+
 def event_destroy(event: int) -> None:
     """Give the event back."""
     check("cuEventDestroy", cu.cuEventDestroy(event))
@@ -281,3 +304,45 @@ def stream_wait_event(stream: int, event: int) -> None:
 def library_unload(handle: int) -> None:
     """Unload a library; its kernels are gone."""
     check("cuLibraryUnload", cu.cuLibraryUnload(handle))
+
+
+def stream_create() -> int:
+    """Return a stream of the current context that does not wait for the legacy stream."""
+    flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+    return int(check("cuStreamCreate", cu.cuStreamCreate(flags)))
+
+
+def stream_destroy(stream: int) -> None:
+    """Give the stream back; what is queued on it still runs."""
+    check("cuStreamDestroy", cu.cuStreamDestroy(stream))
+
+
+def graph_create(queue: Callable[[], object], stream: int) -> int:
+    """Return a graph, ready to launch, of the work that ``queue()`` puts on the stream."""
+    check("cuStreamBeginCapture", cu.cuStreamBeginCapture(stream, _RELAXED))
+    try:
+        queue()
+    finally:
+        result = cu.cuStreamEndCapture(stream)
+    graph = check("cuStreamEndCapture", result)
+    executable = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
+    check("cuGraphDestroy", cu.cuGraphDestroy(graph))
+    return int(executable)
+
+
+def graph_launch(graph: int, stream: int) -> None:
+    """Queue the work of the graph."""
+    check("cuGraphLaunch", cu.cuGraphLaunch(graph, stream))
+
+
+def graph_destroy(graph: int) -> None:
+    """Give the graph back."""
+    check("cuGraphExecDestroy", cu.cuGraphExecDestroy(graph))
+
+
+def bare_launch(stream: int) -> Callable[[], object]:
+    """Return a call that launches an empty kernel: the least that a launch from Python costs."""
+    ptx = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry empty() { ret; }\0"
+    module = check("cuModuleLoadData", cu.cuModuleLoadData(ptx))
+    kernel = check("cuModuleGetFunction", cu.cuModuleGetFunction(module, b"empty"))
+    return lambda: cu.cuLaunchKernel(kernel, 1, 1, 1, 128, 1, 1, 0, stream, 0, 0)

@@ -7,9 +7,9 @@ import math
 import operator
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class DeviceArray:
         release_done()  # what waits to be freed may make room
         owner = _Allocation(math.prod(extents) * kind.itemsize, device)
         strides = packed_strides(extents)
-        return cls(TensorView(owner.ptr, extents, strides, kind, device, owner, readonly=False))
+        return cls(TensorView(owner.ptr, extents, strides, kind, device, False, owner))
 
     @property
     def ptr(self) -> int:
@@ -115,7 +115,7 @@ class DeviceArray:
     ) -> object:
         if copy or dl_device not in (None, self.__dlpack_device__()):
             raise BufferError("a DeviceArray is exported where it is, without a copy")
-        ptr, shape, strides, dtype, device, owner, _ = self.tensor_view
+        ptr, shape, strides, dtype, device, _, owner = self.tensor_view
         array = dlpack.numpy_over(ptr, shape, strides, _carrier(dtype).str, owner)
         versioned = max_version is not None and max_version[0] >= 1
         return dlpack.lend(ptr, array, DLPACK_WORDS[dtype], device, versioned)
@@ -214,14 +214,12 @@ def _from_ml_dtypes(dtype: DType) -> np.dtype[Any]:
 
 # ---- until the work is done --------------------------------------------------------------------
 
-# Asking the driver takes 2 us, so only every so many calls do; what is held for less stays held.
+# Asking the driver takes time, so only every so many calls do; what is held for less stays held.
 _SWEEP_EVERY = 8
-# Re-entrant, as a finaliser may run in the middle and come back here; it adds to the queues if it
-# must, and takes nothing away.
-_lock = threading.RLock()
-_depth = 0
+# No lock: threads, and finalisers that come in anywhere, share these through operations that are
+# atomic. An entry is either in its queue or in the hands of one of them, so its event is too.
 _held: dict[tuple[int, int], deque[tuple[int, object]]] = {}  # (device, stream): (event, owners)
-_idle_events: dict[int, list[int]] = {}
+_idle_events: dict[int, deque[int]] = defaultdict(deque)
 
 
 def hold_until_done(owners: object, device: int, stream: int) -> None:
@@ -230,48 +228,77 @@ def hold_until_done(owners: object, device: int, stream: int) -> None:
     They go with a later call of this, of ``release_done`` or of ``DeviceArray.empty``. On a
     capturing stream nothing is held: whoever keeps the graph keeps what it uses.
     """
-    global _depth
+    idle = _idle_events[device]
     with driver.current(device):
         if driver.is_capturing(stream):
             return
-        with _lock:
-            _depth += 1
-            try:
-                idle = _idle_events.setdefault(device, [])
-                event = idle.pop() if idle else driver.event_create()
-                driver.event_record(event, stream)
-                queue = _held.setdefault((device, stream), deque())
-                queue.append((event, owners))
-            finally:
-                _depth -= 1
+        try:
+            event = idle.pop()
+        except IndexError:
+            event = driver.event_create()
+        try:
+            driver.event_record(event, stream)
+        except DriverError:
+            idle.append(event)
+            raise
+    queue = _held.get((device, stream))
+    if queue is None:
+        queue = _held.setdefault((device, stream), deque())
+    queue.append((event, owners))
     if len(queue) % _SWEEP_EVERY == 0:
         release_done()
 
 
 def release_done() -> None:
     """Let go of what ``hold_until_done`` held for work that is done by now."""
-    global _depth
-    done = []  # dropped after the lock: it may free memory, which waits for the device
-    with _lock:
-        _depth += 1
-        try:
-            if _held and _depth == 1:
-                with driver.housekeeping():
-                    for key, queue in list(_held.items()):
-                        while queue and driver.event_done(queue[0][0]):
-                            done.append(queue.popleft())
-                            _idle_events[key[0]].append(done[-1][0])
-                        if not queue:
-                            del _held[key]
-        finally:
-            _depth -= 1
+    queues = _held.copy()
+    if not any(queues.values()):
+        return
+    done = []  # dropped at the very end: it may free memory, which waits for the device
+    with driver.housekeeping():
+        for (device, _), queue in queues.items():
+            while queue:
+                try:
+                    entry = queue.popleft()
+                except IndexError:  # another thread was faster
+                    break
+                if not _is_done(entry, queue):
+                    break
+                done.append(entry)
+                _idle_events[device].append(entry[0])
+
+
+def _is_done(entry: tuple[int, object], queue: deque[tuple[int, object]]) -> bool:
+    """Ask for the event of what was the oldest entry; unless it is done, put it back."""
+    done = False
+    try:
+        done = driver.event_done(entry[0])
+    finally:
+        if not done:
+            queue.appendleft(entry)
+    return done
 
 
 # ---- workspace ---------------------------------------------------------------------------------
 
 
+class _Stream(NamedTuple):
+    """The handle of a destroyed stream, whose work may go on, comes again; the id does not.
+
+    While a stream captures its id is None: then the handle must do.
+    """
+
+    handle: int
+    id: int | None
+
+    def is_(self, other: _Stream) -> bool:
+        if self.id is None or other.id is None:
+            return self.handle == other.handle
+        return self.id == other.id
+
+
 class Workspace:
-    """Scratch and counters for kernels that merge their splits themselves; grows, never shrinks.
+    """Scratch and counters for kernels that merge what their CTAs found; grows, never shrinks.
 
     One workspace serves one launch at a time, so one stream; a launch on a second stream is
     refused unless ``hand_over`` ordered the two. A replay of a captured graph uses it unseen.
@@ -287,7 +314,10 @@ class Workspace:
         self._scratch = DeviceArray.empty((0,), DType.F32, device)
         # All of them: a launch that was bound before the growth still counts in an older one.
         self._semaphores = [DeviceArray.empty((0,), DType.I32, device)]
-        self._stream: tuple[int, int] | None = None  # handle and id of the last one
+        self._stream: _Stream | None = None  # the last one
+        # What was lent last: the next call mostly wants the same.
+        self._lent_scratch = self._scratch.tensor_view
+        self._lent_semaphores = self._semaphores[0].tensor_view
         self._dirty = False
         self._lock = threading.Lock()
 
@@ -299,19 +329,25 @@ class Workspace:
         ArgumentError
             It would have to grow while ``stream`` captures.
         """
-        with self._lock:
-            self._scratch = self._grown(self._scratch, elems, driver.stream_handle(stream))
-            return _first(self._scratch, elems)
+        lent = self._lent_scratch
+        if lent.shape[0] != elems:
+            with self._lock:
+                self._scratch = self._grown(self._scratch, elems, driver.stream_handle(stream))
+                lent = self._lent_scratch = _first(self._scratch, elems)
+        return lent
 
     def semaphores(self, elems: int, *, stream: object = None) -> TensorView:
         """Return (elems,) i32; zero unless a launch is under way. Else like ``scratch``."""
-        with self._lock:
-            handle, have = driver.stream_handle(stream), self._semaphores[-1]
-            grown = self._grown(have, elems, handle)
-            if grown is not have:
-                self._zero(grown, handle)
-                self._semaphores.append(grown)
-            return _first(grown, elems)
+        lent = self._lent_semaphores
+        if lent.shape[0] != elems:
+            with self._lock:
+                handle, have = driver.stream_handle(stream), self._semaphores[-1]
+                grown = self._grown(have, elems, handle)
+                if grown is not have:
+                    self._zero(grown, handle)
+                    self._semaphores.append(grown)
+                lent = self._lent_semaphores = _first(grown, elems)
+        return lent
 
     def claim(self, stream: int) -> None:
         """Take it for a launch on the stream.
@@ -321,7 +357,10 @@ class Workspace:
         ArgumentError
             It was last used on another stream, or a launch with it failed.
         """
-        claimed = stream, driver.stream_id(stream, self.device)
+        claimed = _Stream(stream, driver.stream_id(stream, self.device))
+        last = self._stream
+        if last is not None and last.is_(claimed) and not self._dirty:
+            return
         with self._lock:
             if self._dirty:
                 wanted = "one whose last launch succeeded (reset() cleans it)"
@@ -344,7 +383,7 @@ class Workspace:
         with self._lock, driver.current(self.device):
             if event is not None:
                 driver.stream_wait_event(handle, int(event))  # type: ignore[call-overload]
-            self._stream = handle, driver.stream_id(handle, self.device)
+            self._stream = _Stream(handle, driver.stream_id(handle, self.device))
 
     def mark_dirty(self) -> None:
         """Refuse launches until ``reset``: one failed, and may have left counters behind."""
@@ -359,20 +398,21 @@ class Workspace:
             The one that it was last used on; None is just that one.
         """
         with self._lock:
-            last = self._stream or (0, driver.stream_id(0, self.device))
+            last = self._stream or _Stream(0, None)
             if stream is not None:
                 handle = driver.stream_handle(stream)
-                self._require_last((handle, driver.stream_id(handle, self.device)), "stream")
-            if driver.is_capturing(last[0], self.device):
+                used = _Stream(handle, driver.stream_id(handle, self.device))
+                self._require_last(used, "stream")
+            if driver.is_capturing(last.handle, self.device):
                 raise ArgumentError("stream", "one that does not capture", "a capturing stream")
             for semaphores in self._semaphores:
-                self._zero(semaphores, last[0])
+                self._zero(semaphores, last.handle)
             self._stream, self._dirty = None, False
 
-    def _require_last(self, used: tuple[int, int], name: str) -> None:
-        if self._stream is not None and self._stream[1] != used[1]:
-            expected = f"the stream of its last launch, {self._stream[0]:#x} (see hand_over)"
-            raise ArgumentError(name, expected, f"{used[0]:#x}")
+    def _require_last(self, used: _Stream, name: str) -> None:
+        if self._stream is not None and not self._stream.is_(used):
+            expected = f"the stream of its last launch, {self._stream.handle:#x} (see hand_over)"
+            raise ArgumentError(name, expected, f"{used.handle:#x}")
 
     def _grown(self, have: DeviceArray, elems: int, stream: int) -> DeviceArray:
         """Return ``have`` if it is large enough, else one that is, and twice as large."""

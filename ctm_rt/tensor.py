@@ -66,8 +66,8 @@ class TensorView(NamedTuple):
     strides: tuple[int, ...]  # elements, not bytes; of an axis of extent 1: the packed value
     dtype: DType
     device: int  # CUDA ordinal or HOST
-    owner: object  # keeps the memory alive; never touched
     readonly: bool
+    owner: object  # keeps the memory alive; never touched; [:-1] says all without keeping it
 
 
 def view(array: object, name: str = "array", *, dtype: DType | str | None = None) -> TensorView:
@@ -163,6 +163,13 @@ _DLPACK_DTYPES = {
 DLPACK_WORDS = {dtype: word for word, dtype in _DLPACK_DTYPES.items()}
 
 
+def _capsule(array: Any, stream: int | None) -> Any:
+    try:
+        return array.__dlpack__(stream=stream, max_version=(1, 1))
+    except TypeError:  # older than versioned DLPack
+        return array.__dlpack__(stream=stream)
+
+
 def _from_dlpack(array: Any, name: str) -> TensorView:
     try:
         kind, ordinal = array.__dlpack_device__()
@@ -173,9 +180,11 @@ def _from_dlpack(array: Any, name: str) -> TensorView:
         else:
             raise ArgumentError(name, "CUDA or host memory", f"DLPack device type {int(kind)}")
         try:
-            capsule = array.__dlpack__(stream=stream, max_version=(1, 1))
-        except TypeError:  # older than versioned DLPack
-            capsule = array.__dlpack__(stream=stream)
+            capsule = _capsule(array, stream)
+        except RuntimeError:
+            if stream is None:
+                raise
+            capsule = _capsule(array, None)  # JAX takes -1 for a handle, and CUDA refuses it
         tensor = dlpack.managed_tensor(capsule)
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ArgumentError):
@@ -196,7 +205,7 @@ def _from_dlpack(array: Any, name: str) -> TensorView:
     strides = tensor.strides
     strides = _settle(shape, tuple(strides[:ndim])) if strides else packed_strides(shape)
     # The capsule is never renamed, so its own destructor ends the loan, once, when the view goes.
-    return TensorView(data, shape, strides, dtype, device, capsule, readonly)
+    return TensorView(data, shape, strides, dtype, device, readonly, capsule)
 
 
 # ---- NumPy and the CUDA array interface --------------------------------------------------------
@@ -230,7 +239,7 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str, said: DType | None) -> T
     found = _element_type(array.dtype, name, said)
     ptr = array.__array_interface__["data"][0]
     strides = _element_strides(array.shape, array.strides, found, name)
-    return TensorView(ptr, array.shape, strides, found, HOST, array, not array.flags.writeable)
+    return TensorView(ptr, array.shape, strides, found, HOST, not array.flags.writeable, array)
 
 
 def _from_interface(
@@ -253,7 +262,7 @@ def _from_interface(
     elements = (
         packed_strides(shape) if strides is None else _element_strides(shape, strides, found, name)
     )
-    return TensorView(ptr or 0, shape, elements, found, device, array, bool(readonly))
+    return TensorView(ptr or 0, shape, elements, found, device, bool(readonly), array)
 
 
 def _element_type(numpy: np.dtype[Any], name: str, said: DType | None) -> DType:

@@ -11,6 +11,9 @@ import pytest
 
 from tests import fake_cuda
 
+# What most tests make do with: between them both types of pool, and ratios up to 8 and 16.
+MODULES = ("fmha_decode_e4m3_d64", "fmha_decode_f16_d128", "fmha_decode_f16_d64")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     marks = config.option.markexpr
@@ -43,11 +46,17 @@ def fake() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the decode modules for sm_90a; give the root of their store."""
+    """Export a few of the decode modules for sm_90a; give the root of their store."""
     root = tmp_path_factory.mktemp("store")
-    command = [sys.executable, "-m", "kernels.export", "--arch", "sm_90a", "--out", str(root)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
+    run_export(root, "sm_90a", *MODULES)
     return root
+
+
+def run_export(root: Path, arch: str, *names: str) -> None:
+    """Export modules as a user does."""
+    command = [sys.executable, "-m", "kernels.export", "--arch", arch, "--out", str(root)]
+    command += ["--only", *names]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
 
 
 @pytest.fixture
@@ -63,11 +72,12 @@ def decode_store(exported: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def computing(fake: ModuleType, decode_store: Path) -> Iterator[ModuleType]:
     """Give the fake driver on which decode launches compute, by the definition."""
-    from ctm_rt.decode import scratch
+    from ctm_rt.decode import binding, scratch
     from ctm_rt.memory import release_done
     from tests.decode_launch import compute
 
     fake.on_launch(compute)
+    binding._check.cache_clear()  # an address stands for another array in another test
     yield fake
     scratch._shared.clear()
     release_done()

@@ -11,14 +11,19 @@ import struct
 from typing import NamedTuple
 
 import numpy as np
+from ml_dtypes import float8_e4m3fn
 
 import ctm_rt
 from ctm_rt import driver
-from ctm_rt.decode.plan import DecodeProblem, plan_decode
+from ctm_rt.decode.plan import DecodeProblem, decode_kernels, module_name, plan_decode
 from ctm_rt.reference import decode_attention as definition
 
 PAGE = 128
 TENSORS = ("q", "kv_pool", "page_table", "seq_lens", "sinks", "out", "workspace", "semaphores")
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+FLOAT16 = 6  # CUtensorMapDataType
+TENSOR_MAP_NBYTES = 128  # kernels that copy by tensor maps get one first, as the fake encodes it
+SCALARS = ("scale_log2", "v_scale", "sliding_window", "num_groups", "spare_groups")
 
 
 class Tensor(NamedTuple):
@@ -30,17 +35,21 @@ class Tensor(NamedTuple):
 
 
 def arguments(launch):
-    """The kernel's parameters by name: a tensor is a pointer, i32 extents, i64 strides."""
+    """The kernel's parameters by name: a tensor is a pointer, i32 extents, i64 strides.
+
+    What follows the scalars of the plan is the kernel's own.
+    """
+    first = int(len(launch.params[0]) == TENSOR_MAP_NBYTES)
+    params = launch.params[first:]
     extents = dict(zip(TENSORS, (2, 2, 2, 1, 1, 2, 1, 1), strict=True))
     strides = dict(zip(TENSORS, (2, 3, 2, 0, 0, 2, 0, 0), strict=True))
     named = {}
-    for name, raw in zip(TENSORS, launch.params, strict=False):
+    for name, raw in zip(TENSORS, params, strict=False):
         form = f"<q{extents[name]}i{extents[name] % 2 * 4}x"
         ptr, *shape = struct.unpack_from(form, raw)
         outer = struct.unpack_from(f"<{strides[name]}q", raw, struct.calcsize(form))
         named[name] = Tensor(ptr, tuple(shape), outer)
-    scalars = ("scale_log2", "v_scale", "sliding_window", "num_splits")
-    for name, raw in zip(scalars, launch.params[len(TENSORS) :], strict=False):
+    for name, raw in zip(SCALARS, params[len(TENSORS) :], strict=False):
         named[name] = struct.unpack("<f" if "scale" in name else "<i", raw)[0]
     return named
 
@@ -56,14 +65,26 @@ def on_host(tensor, shape, dtype):
     return np.lib.stride_tricks.as_strided(flat, shape, nbytes)
 
 
+def static(launch):
+    """What no parameter tells: head_dim, and the type of the pool's elements."""
+    if len(launch.params[0]) == TENSOR_MAP_NBYTES:
+        address, dtype, rank, *dims = struct.unpack_from("<QII5I", launch.params[0])
+        assert address == arguments(launch)["kv_pool"].ptr
+        assert rank == 5  # a page's rows are cut into blocks: element, token, block, head, page
+        return dims[0] * dims[2], np.float16 if dtype == FLOAT16 else np.uint8
+    q_and_pool = r"_tensorptrf16gmemalign16o(\d+)i64.*?_tensorptr(f16|i8)"
+    head_dim, pool = re.search(q_and_pool, launch.kernel).groups()
+    return int(head_dim), np.float16 if pool == "f16" else np.uint8
+
+
 def compute(launch):
     """Do what the kernel would, by the definition."""
     a = arguments(launch)
     batch, num_q_heads = a["q"].shape
     pool_pages, num_kv_heads = a["kv_pool"].shape
-    head_dim = int(re.search(r"align16o(\d+)i64", launch.kernel)[1])  # q's static extent
+    head_dim, pool_dtype = static(launch)
     table = (batch, 2, a["page_table"].shape[1])
-    pool = on_host(a["kv_pool"], (pool_pages, PAGE, num_kv_heads, head_dim), np.float16)
+    pool = on_host(a["kv_pool"], (pool_pages, PAGE, num_kv_heads, head_dim), pool_dtype)
     out = on_host(a["out"], (batch, num_q_heads, head_dim), np.float16)
     out[...] = definition(
         on_host(a["q"], (batch, num_q_heads, head_dim), np.float16),
@@ -77,20 +98,47 @@ def compute(launch):
     )
 
 
+def plan_of(p):
+    """The plan of a problem on device 0, by the module that the store has for it."""
+    config = ctm_rt.load(module_name(p.head_dim, p.fp8_kv_cache, p.tree)).manifest.config
+    return plan_decode(p, num_sms=driver.num_sms(0), kernels=decode_kernels(config))
+
+
+def assert_planned(launch, p):
+    """The launch is that of the problem's plan."""
+    plan = plan_of(p)
+    row = ctm_rt.load(plan.module).manifest.config["kernels"][plan.kernel]
+    assert launch.call == "cuLaunchKernelEx"
+    assert launch.kernel == row["name"]
+    ctas = (p.batch + plan.spare_groups) * p.num_kv_heads * plan.cluster
+    assert launch.grid == plan.grid == (ctas, plan.num_groups, 1)
+    assert launch.block == (plan.block, 1, 1)
+    assert launch.cluster == (plan.cluster, 1, 1)
+    assert launch.dynamic_smem == plan.smem_nbytes
+    dependent = driver.compute_capability(0) >= (9, 0)  # may begin before the last one's end
+    assert launch.attributes[PROGRAMMATIC_STREAM_SERIALIZATION] == dependent
+    got = arguments(launch)
+    assert (got["num_groups"], got["spare_groups"]) == (plan.num_groups, plan.spare_groups)
+    assert got["workspace"].shape[0] >= plan.workspace_elems
+    assert got["semaphores"].shape[0] >= plan.semaphore_elems
+
+
 class Problem:
     """Random arrays of one call, on the host and on the device."""
 
-    def __init__(self, lengths=(5, 300), heads=(8, 2), head_dim=64, max_pages=3, seed=0):
+    def __init__(self, lengths=(5, 300), heads=(8, 2), head_dim=64, max_pages=3, fp8=False, seed=0):
         rng = np.random.default_rng(seed)
         batch, num_pages = len(lengths), len(lengths) * max_pages
         pool_shape = 2 * num_pages, PAGE, heads[1], head_dim
         ids = rng.permutation(num_pages).reshape(batch, max_pages)
+        pool = rng.standard_normal(pool_shape).astype(float8_e4m3fn if fp8 else np.float16)
         self.host = {
             "q": rng.standard_normal((batch, heads[0], head_dim)).astype(np.float16),
-            "kv_pool": rng.standard_normal(pool_shape).astype(np.float16),
+            "kv_pool": pool,
             "page_table": np.stack([ids, ids + num_pages], axis=1).astype(np.int32),
             "seq_lens": np.array(lengths, np.int32),
         }
+        self.shape = DecodeProblem(batch, *heads, head_dim, max_pages, fp8)
         self.device = {name: ctm_rt.to_device(array) for name, array in self.host.items()}
         self.out = ctm_rt.to_device(np.full_like(self.host["q"], np.nan))
 
@@ -103,12 +151,10 @@ class Problem:
     def expected(self, **options):
         return definition(**self.host | {"scale": 0.125} | options)
 
-    def plan(self):
-        batch, num_q_heads, head_dim = self.host["q"].shape
-        max_pages = self.host["page_table"].shape[2]
-        num_kv_heads = self.host["kv_pool"].shape[2]
-        problem = DecodeProblem(batch, num_q_heads, num_kv_heads, head_dim, max_pages)
-        return plan_decode(problem, num_sms=driver.num_sms(0))
+
+def merging(lengths=(5, 300)):
+    """A problem whose plan has several groups for a sequence, so needs scratch."""
+    return Problem(lengths, (8, 1), max_pages=24)
 
 
 def assert_close(got, expected):

@@ -1,7 +1,6 @@
 """From arrays to the launch: what the driver was asked to run, and what is refused before that."""
 
 import gc
-import json
 import math
 
 import numpy as np
@@ -9,11 +8,11 @@ import pytest
 
 import ctm_rt
 from ctm_rt import driver
+from ctm_rt.decode import binding
 from ctm_rt.memory import release_done
-from ctm_rt.modules.manifest import HOST
 from ctm_rt.paged_kv import INT32_MAX
 from ctm_rt.tensor import DType, TensorView, view
-from tests.decode_launch import PAGE, Problem, arguments, assert_close
+from tests.decode_launch import PAGE, Problem, arguments, assert_close, assert_planned, merging
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +20,12 @@ def _computing(computing):
     """Each test starts without launches, on a GPU that computes."""
 
 
-def config(decode_store, name):
-    path = decode_store / "sm_90a" / HOST / f"{name}.json"
-    return json.loads(path.read_text())["config"]
-
-
 # -- what is launched -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (15, 3), (8, 8), (40, 5)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_launch_as_planned(fake, decode_store, heads, head_dim):
+def test_one_launch_as_planned(fake, heads, head_dim):
     problem = Problem((5, 0, 300), heads, head_dim)
     sinks = np.linspace(-1, 1, heads[0], dtype=np.float32)
     device_sinks = ctm_rt.to_device(sinks)
@@ -42,14 +36,7 @@ def test_one_launch_as_planned(fake, decode_store, heads, head_dim):
     assert_close(out, problem.expected(**options, sinks=sinks))
 
     [launch] = fake.launches()
-    plan = problem.plan()
-    module = config(decode_store, plan.module)
-    assert launch.call == "cuLaunchKernelEx"
-    assert launch.kernel == module["kernels"][0]["name"]
-    assert launch.grid == plan.grid == (3 * heads[1], plan.num_splits, 1)
-    assert launch.block == (module["block"], 1, 1)
-    assert launch.cluster == (1, 1, 1)
-    assert launch.dynamic_smem == module["kernels"][0]["smem_nbytes"]
+    assert_planned(launch, problem.shape)
     assert launch.stream == 0
 
     got = arguments(launch)
@@ -62,19 +49,23 @@ def test_one_launch_as_planned(fake, decode_store, heads, head_dim):
     assert got["page_table"][1:] == ((3, 3), (6, 3))
     assert got["seq_lens"].shape == (3,)
     assert got["sinks"].shape == (hq,)
-    assert got["workspace"].shape[0] >= plan.workspace_elems
-    assert got["semaphores"].shape[0] >= plan.semaphore_elems
     assert got["scale_log2"] == pytest.approx(0.3 / math.log(2))
     assert (got["v_scale"], got["sliding_window"]) == (1.0, 200)
-    assert got["num_splits"] == plan.num_splits
 
 
-def test_more_than_eight_heads_take_the_second_kernel(fake, decode_store):
-    problem = Problem((40,), (32, 2), 128)
-    assert_close(problem.call(), problem.expected())
-    module = config(decode_store, "fmha_decode_f16_d128")
-    assert fake.launches()[0].kernel == module["kernels"][1]["name"]
-    assert fake.launches()[0].dynamic_smem == module["kernels"][1]["smem_nbytes"]
+@pytest.mark.parametrize("heads", [(8, 2), (32, 2)])
+def test_an_e4m3_pool(fake, heads):
+    """As its own type or as bytes, with both scales."""
+    problem = Problem((5, 300), heads, fp8=True)
+    options = {"k_scale": 0.25, "v_scale": 3.0}
+    expected = problem.expected(**options)
+    assert_close(problem.call(**options), expected)
+    pool = view(ctm_rt.to_device(problem.host["kv_pool"].view(np.uint8)), dtype="e4m3")
+    assert_close(problem.call(**options, kv_pool=pool), expected)
+    for launch in fake.launches():
+        assert_planned(launch, problem.shape)
+        assert arguments(launch)["scale_log2"] == pytest.approx(0.125 * 0.25 / math.log(2))
+        assert arguments(launch)["v_scale"] == 3.0
 
 
 def test_no_sinks_are_a_null_pointer(fake):
@@ -247,17 +238,14 @@ def test_refused_by_name(fake, case, how):
     ("options", "module"),
     [
         ({"head_dim": 256}, "fmha_decode_f16_d256"),
-        ({"fp8": True}, "fmha_decode_e4m3_d64"),
+        ({"head_dim": 128, "fp8": True}, "fmha_decode_e4m3_d128"),
         ({"tree": True}, "fmha_decode_tree_f16_d64"),
     ],
 )
 def test_a_module_that_is_not_exported(fake, options, module):
-    problem = Problem(head_dim=options.get("head_dim", 64))
-    change = {}
-    if options.get("fp8"):
-        change["kv_pool"] = ctm_rt.DeviceArray.empty((12, PAGE, 2, 64), DType("e4m3"))
-        change["k_scale"] = 0.5
-    if options.get("tree"):
+    tree = options.pop("tree", False)
+    problem, change = Problem(**options), {}
+    if tree:
         change["q"] = ctm_rt.to_device(np.zeros((2, 2, 8, 64), np.float16))
         change["tree_mask"] = ctm_rt.to_device(np.zeros((2, 2, 1), np.int32))
     with pytest.raises(ctm_rt.ModuleError, match=rf"no module {module} .*kernels\.export"):
@@ -317,7 +305,7 @@ def buffers(launch):
 
 
 def test_calls_on_one_stream_share_a_workspace(fake, stream):
-    problem = Problem()
+    problem = merging()
     for each in (None, None, stream, stream):
         problem.call(stream=each)
     a, b, c, d = map(buffers, fake.launches())
@@ -326,19 +314,25 @@ def test_calls_on_one_stream_share_a_workspace(fake, stream):
     assert not set(a) & set(c)
 
 
-def test_a_workspace_outgrown_lives_on(fake):
-    """A captured graph may still use it."""
-    problem, larger = Problem((5,)), Problem((5,) * 4, (64, 8))
-    problem.call()
-    before = fake.live_allocations()
-    larger.call()
-    first, second = map(buffers, fake.launches())
-    assert first != second
-    assert fake.live_allocations() == before + sum(map(int.__ne__, first, second))
+def test_a_capture_needs_a_workspace_of_its_own(fake):
+    """One that was used before goes on; the shared one is refused; neither spoils the capture."""
+    problem, workspace = merging((5,)), ctm_rt.Workspace(0)
+    with driver.current(0):
+        stream = driver.stream_create()
+    launch = problem.bind(workspace=workspace)
+    launch(stream)
+    fake.set_capturing(stream, True)
+    launch(stream)
+    with pytest.raises(ctm_rt.ArgumentError, match=r"^workspace: .*captured graph"):
+        problem.call(stream=stream)
+    assert fake.capture_status(stream) == 1
+    fake.set_capturing(stream, False)
+    launch(stream)
+    assert len(fake.launches()) == 3
 
 
 def test_bound_launches_have_workspaces_of_their_own(fake):
-    problem = Problem()
+    problem = merging()
     launches = problem.bind(), problem.bind()
     for launch in launches:
         launch()
@@ -389,6 +383,73 @@ def test_temporaries_live_until_the_launch_is_done(fake, stream):
     release_done()
     assert_close(out, problem.expected())
     assert fake.live_allocations() == baseline + 1
+
+
+def test_equal_calls_are_worked_out_once(fake):
+    problem = Problem()
+    shared, own = view(problem.device["q"]), view(problem.device["q"])._replace(owner=object())
+    for q in (problem.device["q"], shared, own):
+        problem.call(q=q)
+        problem.bind(q=q, workspace=ctm_rt.Workspace(0))
+    assert binding._check.cache_info()[:2] == (5, 1)
+
+
+OTHERS = {
+    "an address": lambda p: {"q": ctm_rt.to_device(p.host["q"])},
+    "a length": lambda p: {"page_table": changed_view(p, "page_table", shape=(2, 2, 2))},
+    "a stride": lambda p: {"out": ctm_rt.to_device(np.zeros((2, 1, 8, 64), np.float16))},
+    "sinks": lambda _: {"sinks": ctm_rt.to_device(np.zeros(8, np.float32))},
+    "scale": lambda _: {"scale": 0.25},
+    "window": lambda _: {"sliding_window": 3},
+}
+
+
+def changed_view(problem, name, **fields):
+    return view(problem.device[name])._replace(**fields)
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_other_calls_are_not_taken_for_equal(fake, change):
+    problem = Problem()
+    workspace = ctm_rt.Workspace(0)
+    problem.call(workspace=workspace)
+    problem.call(workspace=workspace, **change(problem))
+    problem.call(workspace=workspace)
+    first, second, third = map(arguments, fake.launches())
+    assert first == third != second
+
+
+def test_what_was_right_once_does_not_excuse_what_is_wrong(fake):
+    problem = Problem()
+    for _ in range(2):
+        problem.call(sliding_window=1)
+        with pytest.raises(TypeError):
+            problem.call(sliding_window=1.0)
+        with pytest.raises(TypeError):
+            problem.call(scale="0.125")
+        with pytest.raises(ctm_rt.ArgumentError, match=r"^out: .*writable"):
+            problem.call(out=view(problem.out)._replace(readonly=True))
+        with pytest.raises(ctm_rt.ArgumentError, match=r"^scale: "):
+            problem.call(scale=math.nan)
+
+
+@pytest.mark.parametrize("scale", [np.array(0.125), np.float16(0.125), np.float64(0.125)])
+def test_a_scale_of_another_library(fake, scale):
+    problem = Problem()
+    problem.call(scale=scale)
+    assert arguments(fake.launches()[0])["scale_log2"] == pytest.approx(0.125 / math.log(2))
+
+
+def test_nothing_is_kept_for_the_next_equal_call(fake):
+    problem = Problem()
+    problem.call()
+    release_done()
+    gc.collect()
+    before = fake.live_allocations()
+    problem.call(out=None, workspace=ctm_rt.Workspace(0), q=ctm_rt.to_device(problem.host["q"]))
+    del problem
+    release_done()
+    assert fake.live_allocations() == before - 5
 
 
 def test_views_pass_through_unchanged():

@@ -44,7 +44,7 @@ def make_cubin(
         (".nv.info", 1, record(0x2F, 6, registers), 0),
         (f".nv.info.{name}", 1, info, 0),
         (f".text.{name}", 1, bytes(16), 6 | registers << 24),
-        (f".nv.shared.{name}", 8, static_smem, 0),
+        (f".nv.shared.{name}", 8, static_smem + (1024 if arch >= 90 else 0), 0),
     ]
     names, at = b"", []
     for section in [*sections, (".shstrtab", 3, b"", 0)]:
@@ -144,7 +144,7 @@ def test_a_launch_is_read_back(fake: ModuleType, load: Load, stream: int) -> Non
         device=0,
         captured=False,
         params=(struct.pack("<Q", 0x1122334455667788), struct.pack("<i", 7)),
-        attributes=(4,),
+        attributes={4: 2},
     )
     fake.reset()
     assert fake.launches() == []

@@ -312,6 +312,22 @@ def test_a_launch_keeps_its_arrays_and_no_longer(kernel, fake):
     assert fake.live_allocations() == before
 
 
+def test_a_launch_may_be_kept_with_other_owners(kernel, arguments, fake):
+    """As for equal arguments that belong to others."""
+    owner = Owner()
+    launch = kernel.bind(**arguments)
+    before, count = sys.getrefcount(launch), sys.getrefcount(arguments)
+    kept = launch.keeping((arguments,), owner)
+    kept(0)
+    launch(0)
+    assert owner.told == [0]
+    first, second = fake.launches()
+    assert first == second
+    assert sys.getrefcount(arguments) == count + 1
+    del kept
+    assert (sys.getrefcount(launch), sys.getrefcount(arguments)) == (before, count)
+
+
 def test_many_calls_leave_counts_level(kernel, arguments):
     x, queue = arguments["x"], stream()
     for _ in range(10):

@@ -45,7 +45,7 @@ def _level(fake: ModuleType) -> Iterator[None]:
     release_done()
     gc.collect()
     assert fake.live_allocations() == before
-    assert not memory._held
+    assert not any(memory._held.values())
 
 
 @pytest.fixture
@@ -438,9 +438,43 @@ def test_a_finaliser_may_come_in_between(
     assert [owner() for owner in owners] == [None] * 5
 
 
+def test_a_failed_query_is_told_and_loses_no_owner(fake: ModuleType, streams: list[int]) -> None:
+    owners = [held(streams[0]) for _ in range(2)]
+    fake.fail("cuEventQuery", 700)
+    with pytest.raises(DriverError, match="cuEventQuery"):
+        release_done()
+    assert None not in [owner() for owner in owners]
+    release_done()
+    assert [owner() for owner in owners] == [None, None]
+
+
+def test_threads_that_let_go_at_once(fake: ModuleType, streams: list[int]) -> None:
+    """Each owner goes once, and each event is idle once."""
+    owners = [held(streams[i % 2]) for i in range(7)]
+    fake.set_paused(streams[1], True)
+    waiting = held(streams[1])
+
+    def work() -> None:
+        for _ in range(300):
+            held(streams[0])
+            release_done()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [owner() for owner in owners] == [None] * 7
+    assert waiting() is not None
+    pooled = [*memory._idle_events[0], *(e for queue in memory._held.values() for e, _ in queue)]
+    assert len(pooled) == len(set(pooled))
+
+
 def test_a_failed_record_is_told_and_loses_no_event(fake: ModuleType, streams: list[int]) -> None:
     held(streams[0])
     release_done()
+    while len(memory._idle_events[0]) > 1:
+        driver.event_destroy(memory._idle_events[0].pop())
     events = fake.live_events()
     for _ in range(3):
         fake.fail("cuEventRecord", 400)
@@ -462,6 +496,17 @@ def test_a_workspace_grows_and_never_shrinks() -> None:
     assert large.ptr != small.ptr
     assert workspace.scratch(20).ptr == large.ptr  # twice as large at once
     assert driver.pointer_device(small.ptr) == 0  # as long as someone looks at it
+
+
+def test_what_is_wanted_again_is_found_again(fake: ModuleType, streams: list[int]) -> None:
+    workspace = Workspace()
+    for lend in (workspace.scratch, workspace.semaphores):
+        lent = lend(10)
+        fake.set_capturing(streams[0], True)
+        assert lend(10, stream=streams[0]) is lent
+        fake.set_capturing(streams[0], False)
+        assert lend(4)[:2] == (lent.ptr, (4,))
+        assert lend(10) == lent
 
 
 def test_old_scratch_goes_with_its_views(fake: ModuleType) -> None:

@@ -1,80 +1,161 @@
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctm_rt.decode import plan as planning
-from ctm_rt.decode.plan import DecodeProblem, plan_decode
+from ctm_rt.decode.plan import DecodeKernel, DecodeProblem, decode_kernels, plan_decode
 from ctm_rt.errors import ArgumentError
+from ctm_rt.paged_kv import TOKENS_PER_PAGE
+from kernels.variants import VARIANTS
+from tests.dealing import Dealing
+
+ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+
+VARIANT = {variant.name: variant for variant in VARIANTS if variant.family == "fmha_decode"}
+TABLES = {
+    (arch, name): decode_kernels(variant.config(arch))
+    for arch, (name, variant) in itertools.product(ARCHS, VARIANT.items())
+    if variant.supports(arch)
+}
+
+
+def table(p, arch="sm_90a"):
+    return TABLES[arch, planning.module_name(p.head_dim, p.fp8_kv_cache, p.tree)]
 
 
 @st.composite
-def problems(draw, trees=(False, True), max_batch=600):
+def problems(draw, trees=(False,), max_batch=3000):
     fp8, tree = draw(st.booleans()), draw(st.sampled_from(trees))
     head_dim = draw(st.sampled_from(planning.head_dims(fp8, tree)))
     ratio = draw(st.integers(1, planning.max_gqa_ratio(head_dim, fp8, tree)))
-    num_kv_heads = draw(st.integers(1, 16))
+    num_kv_heads = draw(st.integers(1, 20))
     return DecodeProblem(
-        batch=draw(st.integers(1, max_batch)),
+        batch=draw(st.one_of(st.integers(1, 40), st.integers(1, max_batch))),
         num_q_heads=ratio * num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_pages=draw(st.integers(1, 4096)),
+        max_pages=draw(st.one_of(st.integers(1, 40), st.integers(1, 4096))),
         fp8_kv_cache=fp8,
         query_len=draw(st.integers(1, planning.MAX_TREE_QUERY_SEQ_LEN)) if tree else 1,
         tree=tree,
     )
 
 
-sms = st.integers(1, 400)
+@st.composite
+def planned(draw, max_batch=3000):
+    """A problem, the kernels of a module that serves it, and its plan on some GPU."""
+    p, arch = draw(problems(max_batch=max_batch)), draw(st.sampled_from(ARCHS))
+    if p.fp8_kv_cache and arch == "sm_80":
+        arch = "sm_89"
+    num_sms = draw(st.integers(1, 256))
+    return p, table(p, arch), plan_decode(p, num_sms=num_sms, kernels=table(p, arch))
 
 
-@given(problems(), sms)
-def test_splits_fill_the_gpu_and_no_more(p, num_sms):
-    plan = plan_decode(p, num_sms=num_sms)
-    units, num_splits, one = plan.grid
-    assert (num_splits, one) == (plan.num_splits, 1)
-    assert 1 <= num_splits <= planning.MAX_SPLITS
-    assert num_splits <= p.max_pages * 2, "a split without a tile"
-    assert num_splits == 1 or units * num_splits <= num_sms
-    tight = min(num_sms, planning.MAX_SMS) - units < units * num_splits
-    assert tight or num_splits in (planning.MAX_SPLITS, p.max_pages * 2)
+def test_all_ten_modules_have_a_table():
+    assert len({name for _, name in TABLES}) == 10
+    for (arch, _), kernels in TABLES.items():
+        clusters = {kernel.cluster for kernel in kernels}
+        assert 1 in clusters
+        assert (len(clusters) > 1) == (arch not in ("sm_80", "sm_89"))
+        assert len(set(kernels)) == len(kernels)
 
 
-@given(problems(trees=[False]), sms)
-def test_sizes_hold_every_plan(p, num_sms):
-    plan = plan_decode(p, num_sms=num_sms)
-    most = planning.workspace_elems(p.batch, p.num_q_heads, p.head_dim)
-    assert plan.workspace_elems <= most
+@pytest.mark.parametrize(("arch", "name"), TABLES)
+def test_each_kernel_has_its_plans(arch, name):
+    """None is exported in vain."""
+    kernels, key = TABLES[arch, name], VARIANT[name].key
+    head_dim, fp8 = key["head_dim"], key["kv_dtype"] == "e4m3"
+    shapes = itertools.product(
+        (1, 16),
+        (1, 5, 12, 40, 70),
+        (8, planning.max_gqa_ratio(head_dim, fp8, tree=False)),
+        (8, 512),
+    )
+    used = {
+        plan_decode(
+            DecodeProblem(batch, ratio * heads, heads, head_dim, pages, fp8),
+            num_sms=132,
+            kernels=kernels,
+        ).kernel
+        for batch, heads, ratio, pages in shapes
+    }
+    assert used == set(range(len(kernels)))
+
+
+@given(planned())
+def test_the_kernel_serves_the_problem(case):
+    p, kernels, plan = case
+    kernel = kernels[plan.kernel]
+    ratio = p.num_q_heads // p.num_kv_heads
+    assert kernel.head_tiles == (1 if ratio <= 8 else 2)
+    assert (kernel.cluster, kernel.block) == (plan.cluster, plan.block)
+    tokens = p.max_pages * TOKENS_PER_PAGE / (plan.cluster * plan.num_groups)
+    assert not kernel.max_tokens or tokens <= kernel.max_tokens
+    assert kernel.smem_nbytes == plan.smem_nbytes
+    assert plan.module == planning.module_name(p.head_dim, p.fp8_kv_cache, tree=False)
+
+
+@given(planned())
+def test_the_grid(case):
+    p, _, plan = case
+    x, y, z = plan.grid
+    assert x == (p.batch + plan.spare_groups) * p.num_kv_heads * plan.cluster < 2**31
+    assert x % plan.cluster == 0
+    assert 1 <= y == plan.num_groups <= planning.MAX_GROUPS <= 65_535
+    assert z == 1
+    if plan.spare_groups:
+        assert (plan.cluster, plan.num_groups) == (1, 1)
+        assert 1 < p.batch <= planning.MAX_BALANCED_BATCH
+
+
+@given(planned())
+def test_sizes_hold_every_plan(case):
+    p, _, plan = case
+    assert plan.workspace_elems <= planning.workspace_elems(p.batch, p.num_q_heads, p.head_dim)
     assert plan.semaphore_elems <= planning.semaphore_elems(p.batch, p.num_kv_heads)
-    assert (plan.workspace_elems == 0) == (plan.num_splits == 1)
-    used = p.batch * p.num_q_heads * plan.num_splits * (p.head_dim + 2)
-    assert plan.workspace_elems in (0, used)
+    units = p.batch * plan.num_groups + plan.spare_groups
+    used = units * p.num_q_heads * (p.head_dim + 2 * plan.cluster)
+    merges = plan.num_groups > 1 or plan.spare_groups > 0
+    assert plan.workspace_elems == merges * used
+    assert plan.semaphore_elems == merges * p.batch * p.num_kv_heads * plan.cluster
 
 
-def test_sizes_are_no_larger_than_the_widest_plan():
-    """256 SMs, 16 heads a KV head: every CTA leaves a partial for 16 rows."""
-    widest = plan_decode(DecodeProblem(1, 128, 8, 128, 64), num_sms=256)
-    assert widest.workspace_elems == planning.workspace_elems(1, 128, 128) == 256 * 16 * 130
-    trees = plan_decode(DecodeProblem(4, 8, 8, 128, 64, query_len=64, tree=True), num_sms=256)
-    assert trees.workspace_elems == planning.tree_workspace_elems(4, 64, 8, 8, 128)
-    assert trees.workspace_elems == 256 * 64 * 130
+def test_sizes_are_little_larger_than_the_widest_plan():
+    """256 SMs, 16 heads a KV head, a batch that is balanced."""
+    p = DecodeProblem(1024, 16, 1, 128, 64)
+    widest = plan_decode(p, num_sms=256, kernels=table(p))
+    assert widest.workspace_elems == (1024 + 512) * 16 * 130
+    assert planning.workspace_elems(1024, 16, 128) == (1024 + 512 + 1) * 16 * 130
 
 
-@given(problems(trees=[True]), sms)
-def test_tree_sizes_hold_every_plan(p, num_sms):
-    plan = plan_decode(p, num_sms=num_sms)
-    heads = p.num_q_heads, p.num_kv_heads
-    most = planning.tree_workspace_elems(p.batch, p.query_len, *heads, p.head_dim)
-    assert plan.workspace_elems <= most
-    assert plan.semaphore_elems == planning.tree_semaphore_elems(p.batch, p.query_len, *heads)
-    rows = plan.semaphore_elems * planning.TREE_ROWS
-    assert rows >= p.batch * p.query_len * p.num_q_heads
-    assert plan.workspace_elems in (0, rows * plan.num_splits * (p.head_dim + 2))
+@given(planned(max_batch=60), st.data())
+def test_every_token_is_dealt_once(case, data):
+    """Whatever the lengths: to one CTA, whose group leaves its partial in a row of its own."""
+    p, kernels, plan = case
+    tokens = p.max_pages * TOKENS_PER_PAGE
+    lengths = data.draw(
+        st.lists(st.integers(-1, tokens + 1), min_size=p.batch, max_size=p.batch), label="lengths"
+    )
+    window = data.draw(st.sampled_from([0, 1, 200, tokens]), label="window")
+    dealing = Dealing(plan, kernels[plan.kernel].tile_tokens, lengths, p.max_pages, window)
+    dealt = [set() for _ in lengths]
+    rows = set()
+    for unit in dealing.units():
+        assert unit.row not in rows
+        rows.add(unit.row)
+        for rank in range(plan.cluster):
+            tiles = set(unit.tiles(rank))
+            assert not tiles & dealt[unit.sequence]
+            dealt[unit.sequence] |= tiles
+    assert [set(dealing.visible_tiles(b)) for b in range(p.batch)] == dealt
+    assert all(0 <= row < p.batch * plan.num_groups + plan.spare_groups for row in rows)
+    assert {unit.sequence for unit in dealing.units()} == set(range(p.batch)), "out is not written"
 
 
-@given(problems(max_batch=40), st.sampled_from(["batch", "query_len"]))
+@given(problems(trees=(False, True), max_batch=2000), st.sampled_from(["batch", "query_len"]))
 def test_sizes_never_shrink(p, field):
     def sizes(p):
         heads = p.num_q_heads, p.num_kv_heads
@@ -89,30 +170,104 @@ def test_sizes_never_shrink(p, field):
     assert all(new >= old for new, old in zip(sizes(larger), sizes(p), strict=True))
 
 
-@given(problems(), sms)
-def test_a_plan_is_a_value(p, num_sms):
-    plan = plan_decode(p, num_sms=num_sms)
-    assert plan == plan_decode(dataclasses.replace(p), num_sms=num_sms)
-    assert hash(plan) == hash(plan_decode(p, num_sms=num_sms))
+@given(problems(trees=[True]))
+def test_tree_sizes(p):
+    heads = p.num_q_heads, p.num_kv_heads
+    counters = planning.tree_semaphore_elems(p.batch, p.query_len, *heads)
+    assert counters * planning.TREE_ROWS >= p.batch * p.query_len * p.num_q_heads
+    elems = planning.tree_workspace_elems(p.batch, p.query_len, *heads, p.head_dim)
+    assert elems % (planning.TREE_ROWS * (p.head_dim + 2)) == 0
+
+
+@given(planned())
+def test_a_plan_is_a_value(case):
+    p, kernels, plan = case
+    again = [plan_decode(dataclasses.replace(p), num_sms=132, kernels=kernels) for _ in range(2)]
+    assert again[0] == again[1]
+    assert hash(again[0]) == hash(again[1])
     assert eval(repr(plan), vars(planning)) == plan
 
 
-def test_known_plans():
-    """H200, 132 SMs: the cells of the issue, whose units and splits can be worked out by hand."""
+CLUSTERS = tuple(DecodeKernel(cluster, 1, 64, 0, 128, 1000) for cluster in (16, 8, 4, 2, 1))
 
-    def splits(batch, heads, pages, head_dim=128):
-        p = DecodeProblem(batch, *heads, head_dim, pages)
-        return plan_decode(p, num_sms=132).grid[:2]
+KNOWN = {  # on an H200, with tiles of 64 tokens; cluster, groups, spare groups
+    "one sequence, one head": ((1, 1, 512), (16, 2, 0)),
+    "of one page: no more groups than tiles": ((1, 1, 1), (16, 1, 0)),
+    "8 heads": ((1, 8, 512), (8, 1, 0)),
+    "8 heads, twice": ((2, 8, 32), (4, 1, 0)),
+    "2 heads, twice": ((2, 2, 64), (16, 1, 0)),
+    "4 sequences": ((4, 8, 32), (2, 1, 0)),
+    "8 sequences of 8 heads": ((8, 8, 32), (2, 1, 0)),
+    "longer than two CTAs take": ((8, 8, 65), (1, 1, 33)),
+    "longer than 16 CTAs take": ((2, 2, 513), (1, 1, 132)),
+    "alone it waits for nobody": ((1, 2, 5000), (16, 2, 0)),
+    "many": ((32, 8, 32), (1, 1, 33)),
+    "many short ones": ((32, 8, 16), (1, 1, 0)),
+    "too many to balance": ((1025, 8, 64), (1, 1, 0)),
+    "beyond a grid's y and z": ((70_000, 8, 1), (1, 1, 0)),
+}
 
-    assert splits(1, (32, 8), 8) == (8, 16)
-    assert splits(1, (32, 8), 512) == (8, 16)
-    assert splits(8, (32, 8), 32) == (64, 2)
-    assert splits(32, (32, 8), 32) == (256, 1)
-    assert splits(1, (1, 1), 1) == (1, 2)
-    assert splits(1, (1, 1), 512) == (1, 32)
-    assert splits(2, (8, 1), 64, 512) == (2, 32)
-    assert splits(2, (9, 1), 64, 512) == (4, 32)
-    assert splits(70_000, (8, 8), 1) == (560_000, 1)  # beyond a grid's y and z
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_known_plans(case):
+    (batch, num_kv_heads, max_pages), expected = KNOWN[case]
+    p = DecodeProblem(batch, 4 * num_kv_heads, num_kv_heads, 128, max_pages)
+    plan = plan_decode(p, num_sms=132, kernels=CLUSTERS)
+    assert (plan.cluster, plan.num_groups, plan.spare_groups) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_sms", "groups"),
+    [
+        ((1, 1, 512), 108, (64, 0)),  # as many as the device merges
+        ((1, 8, 512), 108, (13, 0)),  # 128 CTAs of 132 SMs are 104 of 108
+        ((1, 8, 4), 108, (8, 0)),  # 8 tiles
+        ((2, 8, 16), 108, (6, 0)),
+        ((2, 8, 17), 108, (1, 27)),
+        ((1, 8, 512), 4, (1, 0)),
+    ],
+)
+def test_known_plans_without_clusters(shape, num_sms, groups):
+    batch, num_kv_heads, max_pages = shape
+    p = DecodeProblem(batch, 4 * num_kv_heads, num_kv_heads, 128, max_pages)
+    plan = plan_decode(p, num_sms=num_sms, kernels=CLUSTERS[-1:])
+    assert (plan.num_groups, plan.spare_groups) == groups
+
+
+def test_most_partials():
+    """For the tolerance of a reference that merges as the kernel does."""
+
+    def most(*shape):
+        return plan_decode(DecodeProblem(*shape), num_sms=132, kernels=CLUSTERS).max_partials
+
+    assert most(1, 4, 1, 128, 512) == 16 * 2
+    assert most(16, 64, 8, 128, 32) == 1 + 33
+    assert most(20, 16, 4, 128, 32) == 64 == planning.MAX_GROUPS
+
+
+def test_more_sms_than_the_sizes_hold_are_not_used():
+    p = DecodeProblem(8, 64, 8, 128, 64)
+    plans = [plan_decode(p, num_sms=n, kernels=table(p, "sm_80")) for n in (256, 1000)]
+    assert plans[0] == plans[1]
+
+
+def test_kernels_are_read_from_a_manifest():
+    rows = [
+        {"name": "k", "registers": 9, "cluster": 2, "head_tiles": 1, "tile_tokens": 64}
+        | {"max_tokens": 0, "block": 128, "smem_nbytes": 1000},
+    ]
+    assert decode_kernels({"kernels": rows}) == (DecodeKernel(2, 1, 64, 0, 128, 1000),)
+
+
+def test_the_first_kernel_that_takes_so_many_tokens():
+    """One sequence of one head: 8 groups of clusters of 8 are 64 CTAs."""
+    few = DecodeKernel(8, 1, 64, 1024, 256, 1000)
+    kernels = few, dataclasses.replace(few, max_tokens=0), dataclasses.replace(few, cluster=1)
+    taken = {
+        pages: plan_decode(DecodeProblem(1, 1, 1, 128, pages), num_sms=132, kernels=kernels).kernel
+        for pages in (1, 512, 513, 4096)
+    }
+    assert taken == {1: 0, 512: 0, 513: 1, 4096: 1}
 
 
 def test_there_are_nineteen_modules():
@@ -145,5 +300,13 @@ def test_refusals_have_the_numbers(change, words):
     p = dataclasses.replace(DecodeProblem(2, 8, 8, 64, 4), **change)
     assert not planning.serves(p)
     with pytest.raises(ArgumentError, match=words) as refusal:
-        plan_decode(p, num_sms=132)
+        plan_decode(p, num_sms=132, kernels=())
     assert refusal.value.name == "q"
+
+
+def test_more_ctas_than_a_grid_has_are_refused():
+    p = DecodeProblem(2**28, 8, 8, 64, 1)
+    with pytest.raises(ArgumentError, match=f"2147483647 CTAs serve, got {2**31}"):
+        plan_decode(p, num_sms=132, kernels=table(p))
+    ok = dataclasses.replace(p, batch=2**28 - 1)
+    assert plan_decode(ok, num_sms=132, kernels=table(ok)).grid[0] == 2**31 - 8

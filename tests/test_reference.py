@@ -42,11 +42,11 @@ def queries(*shape, seed=1):
 
 
 def both(q, cache, **options):
-    """The definition, after a check that the plain run agrees with it for 1 and 3 splits."""
+    """The definition, after a check that the plain run, merged from 1 and from 3, agrees."""
     options.setdefault("scale", 0.5)
     exact = decode_attention(q, *cache.arrays, **options)
-    for num_splits in (1, 3):
-        plain = decode_attention_plain(q, *cache.arrays, num_splits=num_splits, **options)
+    for num_partials in (1, 3):
+        plain = decode_attention_plain(q, *cache.arrays, num_partials=num_partials, **options)
         assert plain.dtype == np.float16
         np.testing.assert_array_equal(np.isnan(plain), np.isnan(exact))
         np.testing.assert_allclose(plain, exact, rtol=4e-3, atol=4e-3)
@@ -168,11 +168,11 @@ def test_extreme_sinks():
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 8))
-def test_a_split_changes_nothing(length, window, num_splits):
+def test_how_keys_are_dealt_changes_nothing(length, window, num_partials):
     cache, q = Cache([length], head_dim=2), queries(1, 1, 2)
     options = {"scale": 1.0, "sliding_window": window}
     exact = decode_attention(q, *cache.arrays, **options)
-    plain = decode_attention_plain(q, *cache.arrays, num_splits=num_splits, **options)
+    plain = decode_attention_plain(q, *cache.arrays, num_partials=num_partials, **options)
     np.testing.assert_allclose(plain, exact, rtol=2e-3, atol=2e-3)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import ctm_rt
 from ctm_rt.tensor import DType
-from tests.decode_launch import Problem, arguments, assert_close
+from tests.decode_launch import Problem, arguments, assert_close, assert_planned, merging, plan_of
 
 Runner = ctm_rt.CtmDecodeAttentionRunner
 DIMS = (32, 64, 128, 256, 512)
@@ -21,20 +21,22 @@ def _computing(computing):
 
 
 def params(problem, **changes):
-    batch, num_q_heads, head_size = problem.host["q"].shape
+    p = problem.shape
     fields = {
         "output": problem.out,
         **problem.device,
         "workspace": ctm_rt.DeviceArray.empty(
-            (Runner.workspace_elems(batch, num_q_heads, head_size),), DType("f32")
+            (Runner.workspace_elems(p.batch, p.num_q_heads, p.head_dim),), DType("f32")
         ),
-        "semaphores": ctm_rt.to_device(np.zeros(Runner.semaphore_elems(batch, 2), np.int32)),
-        "batch_size": batch,
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": 2,
-        "head_size": head_size,
+        "semaphores": ctm_rt.to_device(
+            np.zeros(Runner.semaphore_elems(p.batch, p.num_kv_heads), np.int32)
+        ),
+        "batch_size": p.batch,
+        "num_q_heads": p.num_q_heads,
+        "num_kv_heads": p.num_kv_heads,
+        "head_size": p.head_dim,
         "num_pages": len(problem.host["kv_pool"]) // 2,
-        "max_pages_per_seq": 3,
+        "max_pages_per_seq": p.max_pages,
         "attention_scale": 0.125,
     }
     return ctm_rt.CtmDecodeParams(**fields | changes)
@@ -53,7 +55,7 @@ def test_run_on_arrays_and_on_addresses(fake):
     assert Runner.last_error() is None
     first, second = fake.launches()
     assert arguments(first) == arguments(second)
-    assert first.grid == problem.plan().grid
+    assert_planned(first, problem.shape)
     assert_close(problem.out, problem.expected(sinks=sinks, sliding_window=130))
 
 
@@ -77,7 +79,7 @@ def test_run_of_an_empty_batch(fake):
         ({"q_seq_len": 2, "tree_mask": 1, "mask_words": 1}, "no module fmha_decode_tree_f16_d64"),
         ({"q_seq_len": 129}, "1 to 128 query tokens"),
         ({"skip_softmax_scale_table": 1, "skip_softmax_scale_table_len": 2}, "skip-softmax"),
-        ({"fp8_kv_cache": True}, "no module fmha_decode_e4m3_d64"),
+        ({"head_size": 128, "fp8_kv_cache": True}, "no module fmha_decode_e4m3_d128"),
     ],
 )
 def test_run_answers_false(fake, caplog, changes, reason):
@@ -114,10 +116,11 @@ def test_run_answers_false_when_the_launch_fails(fake):
         ({"q": None}, "q"),
         ({"batch_size": 3}, "q"),
         ({"num_pages": 5}, "kv_pool"),
-        ({"max_pages_per_seq": 4}, "page_table"),
+        ({"max_pages_per_seq": 25}, "page_table"),
         ({"output": np.zeros((2, 8, 64), np.float16)}, "output"),
         ({"workspace": 0}, "workspace"),
         ({"workspace": None}, "workspace"),
+        ({"semaphores": None}, "semaphores"),
         ({"sliding_window": -1}, "sliding_window"),
         ({"seq_lens": 0}, "seq_lens"),
         ({"q": 16}, "q"),
@@ -125,18 +128,26 @@ def test_run_answers_false_when_the_launch_fails(fake):
 )
 def test_run_raises_for_a_wrong_buffer(fake, changes, name):
     with pytest.raises(ctm_rt.ArgumentError) as refusal:
-        Runner.run(params(Problem(), **changes))
+        Runner.run(params(merging(), **changes))
     assert refusal.value.name == name
     assert not fake.launches()
 
 
 def test_run_refuses_scratch_that_is_too_small(fake):
-    problem = Problem()
-    small = ctm_rt.DeviceArray.empty((problem.plan().workspace_elems - 1,), DType("f32"))
+    problem = merging()
+    elems = plan_of(problem.shape).workspace_elems
+    small = ctm_rt.DeviceArray.empty((elems - 1,), DType("f32"))
     with pytest.raises(ctm_rt.ArgumentError, match=r"^workspace: .*at least"):
         Runner.run(params(problem, workspace=small))
-    exact = ctm_rt.DeviceArray.empty((problem.plan().workspace_elems,), DType("f32"))
+    exact = ctm_rt.DeviceArray.empty((elems,), DType("f32"))
     assert Runner.run(params(problem, workspace=exact))
+
+
+def test_run_needs_no_scratch_where_nothing_is_merged(fake):
+    problem = Problem((5, 300), (16, 8))
+    assert plan_of(problem.shape).workspace_elems == 0
+    assert Runner.run(params(problem, workspace=None, semaphores=None))
+    assert_close(problem.out, problem.expected())
 
 
 def test_predicates():

@@ -214,6 +214,32 @@ def test_every_stream_of_a_wrapper_is_the_launchs_own(fake):
     assert [launch.stream for launch in fake.launches()] == [queue, queue]
 
 
+def test_a_wrapper_without_a_stream_runs_on_the_default_one(fake):
+    with driver.current(0):
+        queue = int(driver.check("cuStreamCreate", driver.cu.cuStreamCreate(1)))
+    workspace = ctm_rt.Workspace()
+    launch = ctm_rt.load(tiny.zoo("all_absent")).bind(workspace_owner=workspace)
+    for other in (queue, 2):
+        refusal = rf"^stream: expected the default stream, as \w+ takes none, got {other:#x}$"
+        with pytest.raises(ArgumentError, match=refusal):
+            launch(other)
+    for legacy in (None, 0, 1):
+        launch(legacy)
+    assert [launch.stream for launch in fake.launches()] == [0, 0, 0]
+
+
+def test_a_static_tuple_needs_no_value(fake):
+    tuples = {"dims": (7, 9), "far": (2**40, 3), "near": [1], "single": (5,)}
+    assert bound("tuples", **tuples) == bound("tuples", **tuples, fixed=())
+    with pytest.raises(ArgumentError, match=r"^fixed: expected a sequence of 0 integers, got 1"):
+        bound("tuples", **tuples, fixed=(1,))
+    with pytest.raises(ArgumentError, match=r"^fix: expected one of dims, far, near, fixed, sing"):
+        bound("tuples", **tuples, fix=())
+    del tuples["near"]
+    with pytest.raises(ArgumentError, match=r"^near: expected a int_tuple \(uint8_t \*\), got not"):
+        bound("tuples", **tuples)
+
+
 def test_without_an_argument(fake):
     ctm_rt.load(tiny.zoo("all_absent")).bind()()
     assert len(fake.launches()) == 1

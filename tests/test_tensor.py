@@ -80,7 +80,7 @@ def test_numpy_arrays(numpy: Any, dtype: str) -> None:
     array = np.zeros((2, 3, 4), numpy)
     found = view(array)
     assert found == TensorView(
-        array.ctypes.data, (2, 3, 4), (12, 4, 1), DType(dtype), HOST, array, False
+        array.ctypes.data, (2, 3, 4), (12, 4, 1), DType(dtype), HOST, False, array
     )
     assert is_packed(found)
     assert nbytes(found) == array.nbytes
@@ -279,7 +279,7 @@ def test_numpy_through_dlpack() -> None:
 
 def test_cuda_array_interface(on_device: None) -> None:
     array = interface()
-    assert view(array) == TensorView(0x1000, (2, 3), (3, 1), DType.F16, 1, array, False)
+    assert view(array) == TensorView(0x1000, (2, 3), (3, 1), DType.F16, 1, False, array)
     strided = interface(strides=(16, 2), data=(0x1002, True))
     assert view(strided)[:3] == (0x1002, (2, 3), (8, 1))
     assert view(strided).readonly

@@ -1,29 +1,14 @@
-"""Decode attention on arrays: view, plan, bind, launch."""
+"""Decode attention on arrays: view, bind, launch."""
 
-import itertools
-import math
-import operator
-from functools import lru_cache
 from typing import Any
 
 from ctm_rt import driver
-from ctm_rt.decode.plan import DecodePlan, DecodeProblem, plan_decode
-from ctm_rt.decode.scratch import Scratch, forget_workspace, shared_workspace
-from ctm_rt.errors import ArgumentError, DriverError
+from ctm_rt.decode.binding import F16, bind_views, on_device
+from ctm_rt.decode.scratch import forget_workspace, shared_workspace
+from ctm_rt.errors import DriverError
 from ctm_rt.memory import DeviceArray, Workspace, hold_until_done
-from ctm_rt.modules.kernel import Launch, load
-from ctm_rt.paged_kv import INT32_MAX
-from ctm_rt.tensor import HOST, DType, TensorView, view
-
-F16, E4M3 = DType("f16"), DType("e4m3")
-
-_LOG2E = math.log2(math.e)
-_F32_MAX = (2 - 2**-23) * 2.0**127
-_AXES = {
-    "q": "(batch, num_q_heads, head_dim)",
-    "kv_pool": "(2 * num_pages, 128, num_kv_heads, head_dim)",
-    "page_table": "(batch, 2, max_pages)",
-}
+from ctm_rt.modules.kernel import Launch
+from ctm_rt.tensor import TensorView, view
 
 
 def decode_attention(
@@ -53,9 +38,9 @@ def decode_attention(
     handle = driver.stream_handle(stream)
     if out is None:
         q = view(q, "q")
-        out = DeviceArray.empty(q.shape, F16, _on_device("q", q))
+        out = DeviceArray.empty(q.shape, F16, on_device("q", q))
     arrays = _views(q, kv_pool, page_table, seq_lens, out, sinks)
-    device = _on_device("q", arrays[0])
+    device = on_device("q", arrays[0])
     shared = workspace is None
     if workspace is None:
         workspace = shared_workspace(device, handle)
@@ -76,8 +61,7 @@ def decode_attention(
         if shared:  # dirty, and nobody else can reset it
             forget_workspace(device, handle)
         raise
-    # Not the launch itself: the driver has copied the arguments, and their memory is warm.
-    hold_until_done((arrays, workspace), device, handle)
+    hold_until_done(launch, device, handle)
     return out
 
 
@@ -150,108 +134,6 @@ def bind_decode(
     )
 
 
-def bind_views(
-    q: TensorView,
-    kv_pool: TensorView,
-    page_table: TensorView,
-    seq_lens: TensorView,
-    out: TensorView,
-    sinks: TensorView | None,
-    *,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    sliding_window: int,
-    skip_softmax: Any,
-    tree: bool,
-    workspace: Scratch | None,
-    stream: int,
-) -> Launch:
-    """Check what only decode knows, plan, and bind; ``Kernel.bind`` compares with the manifest."""
-    device = _on_device("q", q)
-    if skip_softmax is not None:
-        raise ArgumentError("skip_softmax", "None: dense attention only", type(skip_softmax))
-    if 0 in q.shape:
-        return _zeros(q, out)
-    if len(q.shape) not in (3, 4):
-        raise ArgumentError("q", _AXES["q"], q.shape)
-    query_len = q.shape[1] if len(q.shape) == 4 else 1
-    if query_len > 1 and not tree:
-        raise ArgumentError("tree_mask", f"a mask for {query_len} query tokens", None)
-    if query_len == 1:
-        q, out = _without_query_axis(q), _without_query_axis(out)
-    *_, num_q_heads, head_dim = q.shape
-    pool_pages, _, num_kv_heads, _ = _shape("kv_pool", kv_pool)
-    batch, _, max_pages = _shape("page_table", page_table)
-    if kv_pool.dtype not in (F16, E4M3):
-        expected = 'f16 or e4m3 (of bytes: view(array, dtype="e4m3"))'
-        raise ArgumentError("kv_pool", expected, kv_pool.dtype.value)
-    if pool_pages % 2:
-        raise ArgumentError("kv_pool", "as many V pages as K pages", f"{pool_pages} pages")
-    window = operator.index(sliding_window)
-    if window < 0:
-        raise ArgumentError("sliding_window", "0 or more tokens", window)
-    fp8 = kv_pool.dtype is E4M3
-    heads = num_q_heads, num_kv_heads, head_dim
-    plan = _plan(driver.num_sms(device), batch, *heads, max_pages, fp8, query_len, tree)
-    scale_log2 = _scale_log2(scale, k_scale, v_scale, fp8)
-    if not (pool_pages and max_pages):
-        return _zeros(q, out)
-    kernel = load(plan.module, device=device, stream=stream)
-    if workspace is None:
-        workspace = Workspace(device)
-    return kernel.bind(
-        q=q,
-        kv_pool=kv_pool,
-        page_table=page_table,
-        seq_lens=seq_lens,
-        sinks=sinks,
-        out=out,
-        workspace=workspace.scratch(plan.workspace_elems, stream=stream),
-        semaphores=workspace.semaphores(plan.semaphore_elems, stream=stream),
-        scale_log2=scale_log2,
-        v_scale=v_scale,
-        sliding_window=min(window, INT32_MAX),
-        num_splits=plan.num_splits,
-        workspace_owner=workspace if isinstance(workspace, Workspace) else None,
-    )
-
-
-def _zeros(q: TensorView, out: TensorView) -> Launch:
-    """Return a call whose shapes hold no key, or no row: it launches nothing, and writes zeros."""
-    expected, got = (f"{v.dtype.value} {v.shape} on device {v.device}" for v in (q, out))
-    if got != expected:
-        raise ArgumentError("out", expected, got)
-
-    def fill(stream: int) -> int:
-        *extents, row_elems = out.shape
-        with driver.current(out.device):
-            for row in itertools.product(*map(range, extents)):
-                start = sum(map(operator.mul, row, out.strides)) * out.dtype.itemsize
-                driver.fill_zero(out.ptr + start, row_elems * out.dtype.itemsize, stream)
-        return 0
-
-    return Launch("decode_attention", None if 0 in out.shape else fill, (out,), None)
-
-
-@lru_cache(maxsize=1024)  # a plan follows from integers alone
-def _plan(num_sms: int, *fields: Any) -> DecodePlan:
-    return plan_decode(DecodeProblem(*fields), num_sms=num_sms)
-
-
-def _scale_log2(scale: float, k_scale: float, v_scale: float, fp8: bool) -> float:
-    """Return the factor that turns q K into an exponent of 2."""
-    for name, value in (("scale", scale), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if not abs(value) <= _F32_MAX:
-            raise ArgumentError(name, "a finite f32 number", value)
-        if name != "scale" and value != 1 and not fp8:
-            raise ArgumentError(name, "1 for an f16 pool", value)
-    scale_log2 = scale * k_scale * _LOG2E
-    if abs(scale_log2) > _F32_MAX:
-        raise ArgumentError("scale", "scale * k_scale * log2(e) to fit f32", scale_log2)
-    return scale_log2
-
-
 def _views(
     q: Any, kv_pool: Any, page_table: Any, seq_lens: Any, out: Any, sinks: Any
 ) -> tuple[TensorView, TensorView, TensorView, TensorView, TensorView, TensorView | None]:
@@ -263,22 +145,3 @@ def _views(
         view(out, "out"),
         None if sinks is None else view(sinks, "sinks"),
     )
-
-
-def _shape(name: str, array: TensorView) -> tuple[int, ...]:
-    if len(array.shape) != _AXES[name].count(",") + 1:
-        raise ArgumentError(name, _AXES[name], array.shape)
-    return array.shape
-
-
-def _without_query_axis(array: TensorView) -> TensorView:
-    if len(array.shape) != 4:
-        return array
-    (batch, _, *shape), (step, _, *strides) = array.shape, array.strides
-    return array._replace(shape=(batch, *shape), strides=(step, *strides))
-
-
-def _on_device(name: str, array: TensorView) -> int:
-    if array.device == HOST:
-        raise ArgumentError(name, "an array on a CUDA device (to_device makes one)", "a host array")
-    return array.device

@@ -2,24 +2,41 @@
 
 The only place that knows the limits. A plan depends on shapes and the SM count alone, never on the
 lengths, so one captured launch serves every length that the page table can hold.
+
+The keys of one (sequence, KV head) are cut into tiles and dealt to ``groups`` clusters of
+``cluster`` CTAs: CTA r of group g takes tile g * cluster + r and every (groups * cluster)-th after
+it. The CTAs of a cluster merge among themselves, groups through the workspace.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ctm_rt.errors import ArgumentError
-from ctm_rt.paged_kv import TOKENS_PER_PAGE, ceil_div
+from ctm_rt.paged_kv import INT32_MAX, TOKENS_PER_PAGE, ceil_div
 
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_GQA_RATIO = 8  # f16, one query token, head_dim below 128
 MAX_GQA_RATIO_R16 = 16  # everything else
 MAX_TREE_QUERY_SEQ_LEN = 128  # four mask words
 
-# Bounds that make the sizes below independent of the GPU. An SM more than MAX_SMS is not used; more
-# than 32 splits cost the last CTA, which merges them, more than they gain.
-MAX_SMS = 256
-MAX_SPLITS = 32
-TILE_TOKENS = 64  # the unit in which splits share a sequence
+HEADS_PER_TILE = 8  # query heads
+MAX_GROUPS = 64  # of one sequence: the group that merges weighs two per lane
+MAX_BALANCED_BATCH = 1024  # every CTA of a balanced launch reads all lengths
 TREE_ROWS = 64  # (token, head) rows of one CTA in tree decode
+MAX_SMS = 256  # SMs beyond these are not used, so that sizes do not depend on the GPU
+
+# Measured on an H200, which has 132 SMs; counts of CTAs are in proportion elsewhere.
+_MEASURED_SMS = 132
+# The CTAs of a launch up to which clusters of a size run all at once: of 16, one per GPC.
+_CLUSTER_CTAS = {16: 64, 8: 64, 4: 96, 2: 128}
+# And up to which groups are added: to clusters (a second group costs 2 us, which only sequences
+# that are long for a CTA win back), and to CTAs without.
+_GROUP_CTAS_CLUSTERS, _GROUP_CTAS_LONG, _GROUP_CTAS = 32, 64, 128
+# Beyond so many tokens per CTA one long sequence would outlast the others in its few CTAs.
+_MAX_TOKENS_PER_CTA = 4096
+_MIN_BALANCED_TOKENS = 2048  # up to this capacity lengths cannot differ by much
+_SPARE_GROUPS_PER_SM = 2  # counting one per KV head; more would only cost merging
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +54,52 @@ class DecodeProblem:
     fp8_kv_cache: bool = False
     query_len: int = 1
     tree: bool = False
+    sliding_window: int = 0  # keys; 0: all
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKernel:
+    """One kernel of a module, as its manifest tells."""
+
+    cluster: int  # CTAs
+    head_tiles: int  # it serves ratios up to HEADS_PER_TILE times this
+    tile_tokens: int
+    max_tokens: int  # per CTA, at most; 0: any number
+    block: int  # threads
+    smem_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How a problem is launched: ``grid`` is (units of work, splits of each, 1)."""
+    """How a problem is launched.
+
+    Every sequence has ``num_groups`` groups; or, where there are ``spare_groups``, the device gives
+    it one or more, in proportion to its tiles, and all sequences together have up to that many
+    beyond one each.
+    """
 
     module: str
-    num_splits: int
+    kernel: int  # index among the module's kernels
+    cluster: int
+    num_groups: int
+    spare_groups: int
     grid: tuple[int, int, int]
-    workspace_elems: int  # f32, 0 when nothing is split
-    semaphore_elems: int  # i32
+    block: int  # threads
+    smem_nbytes: int
+    workspace_elems: int  # f32, 0 when no sequence can have two groups
+    semaphore_elems: int  # i32, likewise
+
+    @property
+    def max_partials(self) -> int:
+        """The most CTAs that share one sequence and KV head."""
+        groups = min(MAX_GROUPS, 1 + self.spare_groups) if self.spare_groups else self.num_groups
+        return self.cluster * groups
+
+
+def decode_kernels(config: dict[str, Any]) -> tuple[DecodeKernel, ...]:
+    """Return the kernels of a module from its manifest's ``config``."""
+    names = [field.name for field in fields(DecodeKernel)]
+    return tuple(DecodeKernel(*(row[name] for name in names)) for row in config["kernels"])
 
 
 def gqa_ratio(num_q_heads: int, num_kv_heads: int) -> int:
@@ -95,10 +147,21 @@ def serves(p: DecodeProblem) -> bool:
     return True
 
 
-def plan_decode(p: DecodeProblem, *, num_sms: int) -> DecodePlan:
-    """Return how ``p`` is launched on a GPU of ``num_sms`` SMs.
+def plan_decode(p: DecodeProblem, *, num_sms: int, kernels: tuple[DecodeKernel, ...]) -> DecodePlan:
+    """Return how the module that serves ``p``, single-token decode, is launched.
 
-    Splits fill the SMs that one CTA per unit would leave idle, as far as there are tiles for them.
+    Few pairs of sequence and KV head are spread over clusters and groups of equal size. Many pairs
+    fill the GPU; what their lengths then differ by is evened out on the device, with spare groups.
+
+    Parameters
+    ----------
+    p : DecodeProblem
+        Of at least one sequence.
+    num_sms : int
+        SMs of the GPU.
+    kernels : tuple of DecodeKernel
+        The module's, in the order of its ``kernel`` argument. Of those that could serve ``p`` in
+        clusters of one size the first does; there is one for clusters of one CTA.
 
     Raises
     ------
@@ -106,32 +169,100 @@ def plan_decode(p: DecodeProblem, *, num_sms: int) -> DecodePlan:
         No module serves ``p``.
     """
     check(p)
-    units = _units(p)
-    num_tiles = ceil_div(p.max_pages * TOKENS_PER_PAGE, TILE_TOKENS)
-    num_splits = max(1, min(min(num_sms, MAX_SMS) // max(units, 1), MAX_SPLITS, num_tiles))
-    rows = units * TREE_ROWS if p.tree else p.batch * p.num_q_heads
+    index, num_groups, spare_groups = next(_choices(p, min(num_sms, MAX_SMS), kernels))
+    cluster = kernels[index].cluster
+    x = (p.batch + spare_groups) * p.num_kv_heads * cluster
+    if x > INT32_MAX:
+        raise ArgumentError("q", f"a batch that {INT32_MAX} CTAs serve", x)
+    merges = num_groups > 1 or spare_groups > 0
+    rows = (p.batch * num_groups + spare_groups) * p.num_q_heads if merges else 0
     return DecodePlan(
         module=module_name(p.head_dim, p.fp8_kv_cache, p.tree),
-        num_splits=num_splits,
-        grid=(units, num_splits, 1),
-        workspace_elems=rows * num_splits * _partial_elems(p.head_dim) if num_splits > 1 else 0,
-        semaphore_elems=units,
+        kernel=index,
+        cluster=cluster,
+        num_groups=num_groups,
+        spare_groups=spare_groups,
+        grid=(x, num_groups, 1),
+        block=kernels[index].block,
+        smem_nbytes=kernels[index].smem_nbytes,
+        workspace_elems=rows * partial_elems(p.head_dim, cluster),
+        semaphore_elems=p.batch * p.num_kv_heads * cluster if merges else 0,
     )
+
+
+def _choices(
+    p: DecodeProblem, num_sms: int, kernels: tuple[DecodeKernel, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what can serve ``p``, best first: a kernel, ``num_groups`` and ``spare_groups``."""
+    head_tiles = ceil_div(p.num_q_heads // p.num_kv_heads, HEADS_PER_TILE)
+    fitting = {i: kernel for i, kernel in enumerate(kernels) if kernel.head_tiles == head_tiles}
+    cluster = _cluster(p, num_sms, {kernel.cluster for kernel in fitting.values()})
+    for i, kernel in fitting.items():
+        num_groups, spare_groups = _groups(p, num_sms, cluster, kernel.tile_tokens)
+        tokens = ceil_div(_capacity(p), cluster * num_groups)  # of a CTA
+        if kernel.cluster == cluster and (not kernel.max_tokens or tokens <= kernel.max_tokens):
+            yield i, num_groups, spare_groups
+
+
+def _cluster(p: DecodeProblem, num_sms: int, clusters: Iterable[int]) -> int:
+    """Return the largest of the module's ``clusters`` of which all run at once."""
+    ctas = p.batch * p.num_kv_heads
+    few = [c for c in clusters if c > 1 and ctas * c <= _on(num_sms, _CLUSTER_CTAS[c])]
+    cluster = max(few, default=1)
+    too_long = p.batch > 1 and _capacity(p) > cluster * _MAX_TOKENS_PER_CTA
+    return 1 if too_long else cluster
+
+
+def _groups(p: DecodeProblem, num_sms: int, cluster: int, tile_tokens: int) -> tuple[int, int]:
+    """Return ``num_groups`` and ``spare_groups``."""
+    capacity = _capacity(p)
+    if cluster == 1 and 1 < p.batch <= MAX_BALANCED_BATCH and capacity > _MIN_BALANCED_TOKENS:
+        return 1, ceil_div(_SPARE_GROUPS_PER_SM * num_sms, p.num_kv_heads)
+    long = capacity > cluster * _MAX_TOKENS_PER_CTA
+    clusters = _GROUP_CTAS_LONG if long else _GROUP_CTAS_CLUSTERS
+    room = _on(num_sms, _GROUP_CTAS if cluster == 1 else clusters)
+    room //= p.batch * p.num_kv_heads * cluster
+    tiles = ceil_div(p.max_pages * TOKENS_PER_PAGE, tile_tokens * cluster)
+    return max(1, min(MAX_GROUPS, room, tiles)), 0
+
+
+def _capacity(p: DecodeProblem) -> int:
+    """Return the most tokens of a sequence that are read, those that share a page with them too."""
+    pages = p.max_pages
+    if p.sliding_window:
+        pages = min(pages, ceil_div(p.sliding_window, TOKENS_PER_PAGE) + 1)
+    return pages * TOKENS_PER_PAGE
+
+
+def _on(num_sms: int, ctas: int) -> int:
+    """Return for a GPU of ``num_sms`` SMs what was measured to be ``ctas``."""
+    return ctas * num_sms // _MEASURED_SMS
 
 
 def workspace_elems(batch: int, num_q_heads: int, head_dim: int) -> int:
     """Return the f32 scratch that holds every plan of single-token decode, on any GPU.
 
-    Never shrinks as an argument grows: a buffer for the largest batch serves the smaller ones. For
-    split rows all CTAs run at once, so at most ``MAX_SMS`` of them leave a partial per row.
+    Never shrinks as an argument grows: a buffer for the largest batch serves the smaller ones.
+
+    A balanced launch needs most: num_q_heads rows for each of batch + spare_groups groups, where
+    spare_groups, rounded up, times num_kv_heads is as the SMs are.
     """
-    rows = min(batch * num_q_heads * MAX_SPLITS, MAX_SMS * MAX_GQA_RATIO_R16)
-    return rows * _partial_elems(head_dim)
+    spare = _SPARE_GROUPS_PER_SM * MAX_SMS * min(num_q_heads, MAX_GQA_RATIO_R16)
+    rows = (min(batch, MAX_BALANCED_BATCH) + 1) * num_q_heads + spare
+    return rows * partial_elems(head_dim, 1)
 
 
 def semaphore_elems(batch: int, num_kv_heads: int) -> int:
     """Return the i32 counters that serve every plan of single-token decode."""
-    return batch * num_kv_heads * _MAX_HEAD_SHARDS
+    return batch * num_kv_heads * max(_CLUSTER_CTAS)
+
+
+def partial_elems(head_dim: int, cluster: int) -> int:
+    """Return the floats that a group leaves per row: of each CTA its maximum and sum, and the sums.
+
+    The CTAs of a cluster own a slice of the dimensions each.
+    """
+    return head_dim + 2 * cluster
 
 
 def tree_workspace_elems(
@@ -139,35 +270,10 @@ def tree_workspace_elems(
 ) -> int:
     """Return the f32 scratch that holds every plan of tree decode, on any GPU; never shrinks."""
     units = tree_semaphore_elems(batch, query_len, num_q_heads, num_kv_heads)
-    return min(units * MAX_SPLITS, MAX_SMS) * TREE_ROWS * _partial_elems(head_dim)
+    return min(units * MAX_GROUPS, MAX_SMS) * TREE_ROWS * partial_elems(head_dim, 1)
 
 
 def tree_semaphore_elems(batch: int, query_len: int, num_q_heads: int, num_kv_heads: int) -> int:
-    """Return the i32 counters of tree decode: one per sequence, KV head, row block and shard."""
+    """Return the i32 counters of tree decode: one per sequence, KV head and block of rows."""
     ratio = ceil_div(num_q_heads, max(num_kv_heads, 1))
-    return batch * num_kv_heads * _tree_blocks(query_len, ratio)
-
-
-_MAX_HEAD_SHARDS = 2
-
-
-def _units(p: DecodeProblem) -> int:
-    """Return the CTAs of ``p`` when nothing is split."""
-    ratio = p.num_q_heads // p.num_kv_heads
-    if p.tree:
-        blocks = _tree_blocks(p.query_len, ratio)
-    else:
-        # 16 heads of 512 accumulators do not fit one CTA's registers.
-        blocks = _MAX_HEAD_SHARDS if p.head_dim == 512 and ratio > 8 else 1
-    return p.batch * p.num_kv_heads * blocks
-
-
-def _tree_blocks(query_len: int, ratio: int) -> int:
-    """Return the blocks of rows times the shards of heads that share one KV head."""
-    shards = _MAX_HEAD_SHARDS if ratio > 8 else 1
-    return shards * ceil_div(query_len * ceil_div(ratio, shards), TREE_ROWS)
-
-
-def _partial_elems(head_dim: int) -> int:
-    """Return the floats that a split leaves per row: the accumulator, its maximum and its sum."""
-    return head_dim + 2
+    return batch * num_kv_heads * ceil_div(query_len * ratio, TREE_ROWS)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ctm_rt import driver
 from ctm_rt.decode import plan as planning
-from ctm_rt.decode.attention import E4M3, F16, bind_views
+from ctm_rt.decode.binding import E4M3, F16, bind_views
 from ctm_rt.decode.params import CtmDecodeParams
 from ctm_rt.decode.plan import DecodeProblem
 from ctm_rt.errors import ArgumentError, DriverError, ModuleError
@@ -184,4 +184,4 @@ def _buffer(name: str, value: Any, shape: tuple[int, ...], dtype: DType, device:
 
 
 def _packed(ptr: int, shape: tuple[int, ...], dtype: DType, device: int) -> TensorView:
-    return TensorView(ptr, shape, packed_strides(shape), dtype, device, None, False)
+    return TensorView(ptr, shape, packed_strides(shape), dtype, device, False, None)

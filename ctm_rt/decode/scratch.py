@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from ctm_rt import driver
+from ctm_rt.errors import ArgumentError
 from ctm_rt.memory import Workspace
 from ctm_rt.tensor import TensorView
 
@@ -17,28 +18,26 @@ class Scratch(Protocol):
         """Return ``elems`` i32, zero unless a launch is under way."""
 
 
-class _SharedWorkspace(Workspace):
-    """Keeps the scratch that it has outgrown: a captured graph may still use it."""
-
-    def __init__(self, device: int) -> None:
-        super().__init__(device)
-        self._kept: set[object] = set()
-
-    def scratch(self, elems: int, *, stream: object = None) -> TensorView:
-        buffer = super().scratch(elems, stream=stream)
-        self._kept.add(buffer.owner)
-        return buffer
-
-
-_shared: dict[tuple[int, int], _SharedWorkspace] = {}  # by device and stream id
+_shared: dict[tuple[int, int], Workspace] = {}  # by device and stream id
 
 
 def shared_workspace(device: int, stream: int) -> Workspace:
-    """Return the workspace of all calls on ``stream`` that name none."""
-    key = device, driver.stream_id(stream, device)
-    return _shared.get(key) or _shared.setdefault(key, _SharedWorkspace(device))
+    """Return the workspace of all calls on ``stream`` that name none.
+
+    Raises
+    ------
+    ArgumentError
+        The stream captures: the graph would outlive what this module knows of it.
+    """
+    number = driver.stream_id(stream, device)
+    if number is None:
+        raise ArgumentError("workspace", "one to keep as long as the captured graph", None)
+    key = device, number
+    return _shared.get(key) or _shared.setdefault(key, Workspace(device))
 
 
 def forget_workspace(device: int, stream: int) -> None:
     """Let the next call on ``stream`` have a new one."""
-    _shared.pop((device, driver.stream_id(stream, device)), None)
+    number = driver.stream_id(stream, device)
+    if number is not None:
+        _shared.pop((device, number), None)

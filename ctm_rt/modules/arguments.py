@@ -59,7 +59,7 @@ class KnownArguments:
                 continue
             if hint is not None or type(array) is not TensorView:
                 array = view(array, name, dtype=hint)
-            ptr, shape, strides, found, on, _, readonly = array
+            ptr, shape, strides, found, on, readonly, _ = array
             if found is not dtype:
                 raise ArgumentError(name, f"dtype {dtype}", found)
             if len(shape) != row.rank:

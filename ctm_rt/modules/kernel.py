@@ -88,6 +88,7 @@ class Kernel:
         self.wrapper: Wrapper = wrapper
         self.manifest: Manifest | None = module.manifest
         self._library = library
+        self._takes_stream = any(p.kind == "stream" for p in wrapper.parameters)
         self._arguments = (
             StrangerArguments(library.ffi, wrapper)
             if module.manifest is None
@@ -132,7 +133,9 @@ class Kernel:
                 packed.stream_cell,
                 driver.primary_context(device),
             )
-        return Launch(self.wrapper.name, call, packed.owners, workspace_owner)
+        return Launch(
+            self.wrapper.name, call, packed.owners, workspace_owner, takes_stream=self._takes_stream
+        )
 
 
 class Launch:
@@ -143,7 +146,7 @@ class Launch:
     workspace allows.
     """
 
-    __slots__ = ("_call", "_name", "_owners", "_workspace")
+    __slots__ = ("_call", "_name", "_owners", "_takes_stream", "_workspace")
 
     def __init__(
         self,
@@ -151,8 +154,16 @@ class Launch:
         call: Callable[[int], int] | None,
         owners: tuple[object, ...],
         workspace: Workspace | None,
+        *,
+        takes_stream: bool = True,
     ) -> None:
         self._name, self._call, self._owners, self._workspace = name, call, owners, workspace
+        self._takes_stream = takes_stream
+
+    def keeping(self, owners: tuple[object, ...], workspace: Workspace | None) -> "Launch":
+        """Return the same launch, but it keeps ``owners`` alive too and claims ``workspace``."""
+        owners, stream = (self._owners, owners), self._takes_stream
+        return Launch(self._name, self._call, owners, workspace, takes_stream=stream)
 
     def __call__(self, stream: object = None) -> None:
         """Queue the kernel on ``stream``; does nothing where an output has no element.
@@ -160,7 +171,8 @@ class Launch:
         Raises
         ------
         ArgumentError
-            ``stream`` is none, or the workspace is in use on another one.
+            ``stream`` is none, or not the default one of a kernel that takes none, or the
+            workspace is in use on another one.
         DriverError
             The driver refused; the workspace, if any, is marked dirty.
         """
@@ -168,6 +180,9 @@ class Launch:
         if call is None:
             return
         handle = stream if type(stream) is int and stream > 0 else driver.stream_handle(stream)
+        if handle > 1 and not self._takes_stream:  # 0 and 1 are the legacy default stream
+            wanted = f"the default stream, as {self._name} takes none"
+            raise ArgumentError("stream", wanted, hex(handle))
         if self._workspace is not None:
             self._workspace.claim(handle)
         status = call(handle)

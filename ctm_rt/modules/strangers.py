@@ -38,10 +38,13 @@ class StrangerArguments:
                 continue
             name = parameter.name
             if name not in arguments:
+                if parameter.kind == "int_tuple" and parameter.length == 0:
+                    continue  # all in the kernel
                 raise ArgumentError(name, f"a {parameter.kind} ({parameter.ctype})", "nothing")
             values[name] = self._value(parameter, arguments.pop(name), tensors)
         if arguments:
-            raise unknown(arguments, list(values))
+            names = [p.name for p in self._wrapper.parameters if p.kind != "stream"]
+            raise unknown(arguments, names)
         device, first = None, ""
         for name, tensor in tensors.items():
             if tensor.device != device:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctm_rt.decode.plan import TILE_TOKENS
 from ctm_rt.errors import ArgumentError
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 
 Array = npt.NDArray[Any]
+
+_TILE_TOKENS = 64  # dealt to the partial results in turn, as a kernel deals its own
 
 
 def e4m3_to_float(codes: Array) -> npt.NDArray[np.float32]:
@@ -86,7 +87,7 @@ def decode_attention_plain(
     seq_lens: Array,
     *,
     scale: float,
-    num_splits: int = 1,
+    num_partials: int = 1,
     sinks: Array | None = None,
     sliding_window: int = 0,
     k_scale: float = 1.0,
@@ -94,9 +95,10 @@ def decode_attention_plain(
     tree_mask: Array | None = None,
     contiguous_query_swa: bool = False,
 ) -> npt.NDArray[np.float16]:
-    """Return the same in a kernel's dtypes: f16 weights, f32 sums, merged from ``num_splits``.
+    """Return the same in a kernel's dtypes: f16 weights, f32 sums, merged from partial results.
 
-    What a correct kernel can be expected to reach; takes the arguments of ``decode_attention``.
+    What a correct kernel can be expected to reach. Takes the arguments of ``decode_attention``, and
+    in ``num_partials`` how many CTAs share the keys of a sequence.
     """
     scale_log2 = np.float32(scale * k_scale * np.log2(np.e))
     group = q.shape[-2] // kv_pool.shape[2]
@@ -107,8 +109,8 @@ def decode_attention_plain(
             heads = slice(g * group, (g + 1) * group)
             k, v = row.keys_and_values(kv_pool, g, np.float32)
             scores = q[row.token][heads].astype(np.float32) @ k.T * scale_log2
-            split = row.keys // TILE_TOKENS % num_splits
-            parts = [_partial(scores[:, split == s], v[split == s]) for s in np.unique(split)]
+            owner = row.keys // _TILE_TOKENS % num_partials
+            parts = [_partial(scores[:, owner == i], v[owner == i]) for i in np.unique(owner)]
             logits = None if sinks is None else sinks[heads].astype(np.float32)
             out[row.token][heads] = (_merge(parts, logits) * v_scale).astype(np.float16)
     return out
@@ -159,14 +161,14 @@ def _rows(
 
 
 def _partial(scores: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return the maximum, the sum and the unnormalised values of one split, per head."""
+    """Return the maximum, the sum and the unnormalised values of some keys, per head."""
     top = scores.max(axis=1)
     weights = np.exp2(scores - top[:, None])
     return top, weights.sum(axis=1), weights.astype(np.float16).astype(np.float32) @ v
 
 
 def _merge(parts: list[tuple[Array, Array, Array]], sinks: Array | None) -> Array:
-    """Return the normalised values of all splits; a sink joins the sum once, here."""
+    """Return the normalised values of all keys; a sink joins the sum once, here."""
     tops, sums, values = (np.stack(field) for field in zip(*parts, strict=True))
     top = tops.max(axis=0)
     if sinks is not None:

@@ -27,7 +27,7 @@ class Launch(NamedTuple):
     device: int
     captured: bool
     params: tuple[bytes, ...]  # one per kernel parameter, cut by the cubin's own sizes
-    attributes: tuple[int, ...]  # CUlaunchAttributeID of each launch attribute
+    attributes: dict[int, int]  # the first word of each, by CUlaunchAttributeID
 
 
 class _Launch(ctypes.Structure):
@@ -115,7 +115,7 @@ def _read(index: int) -> Launch:
         raw.device,
         bool(raw.captured),
         tuple(params),
-        tuple(raw.attributes[: raw.num_attributes]),
+        dict(zip(*[iter(raw.attributes[: 2 * raw.num_attributes])] * 2, strict=True)),
     )
 
 

@@ -71,7 +71,7 @@ struct launch { /* mirrored in __init__.py */
     unsigned grid[3], block[3], cluster[3], dynamic_smem;
     void *stream;
     int device, captured, num_params, num_attributes;
-    const int *sizes, *attributes;
+    const int *sizes, *attributes; /* an attribute is its id and the first word of its value */
     const unsigned char *params; /* all of them, end to end */
 };
 

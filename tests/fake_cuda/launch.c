@@ -76,8 +76,9 @@ static CUresult read_cubin(const unsigned char *image, void *library, int *num_k
         read_info(kernel, image + sections[i].sh_offset, sections[i].sh_size);
         for (int j = 0; j < header->e_shnum; j++) {
             const char *other = names + sections[j].sh_name;
+            /* From sm_90 on it begins with a KiB of the system's, which no limit counts. */
             if (!strncmp(other, ".nv.shared.", 11) && !strcmp(other + 11, kernel->name))
-                kernel->static_smem = sections[j].sh_size;
+                kernel->static_smem = sections[j].sh_size - (kernel->arch >= 90 ? 1024 : 0);
             if (!strncmp(other, ".text.", 6) && !strcmp(other + 6, kernel->name))
                 for (int k = 0; k < header->e_shnum; k++) /* low 24 bits: its symbol */
                     if (!strcmp(names + sections[k].sh_name, ".nv.info"))
@@ -251,17 +252,17 @@ static CUresult launch(const char *call, const struct config *config, void *hand
     int device = stream->context->device;
     REQUIRE(runs_on(kernel, device), NO_BINARY_FOR_GPU);
     struct launch record = {.call = call, .cluster = {1, 1, 1}};
-    int *ids = malloc(sizeof *ids * (config->num_attributes + 1));
-    record.attributes = ids;
+    int *pairs = malloc(sizeof *pairs * (2 * config->num_attributes + 1));
+    record.attributes = pairs;
     for (unsigned i = 0; i < config->num_attributes; i++) {
         const struct attribute *attribute = &config->attributes[i];
-        ids[i] = attribute->id;
+        pairs[2 * i] = attribute->id, pairs[2 * i + 1] = attribute->cluster[0];
         if (attribute->id == 4) memcpy(record.cluster, attribute->cluster, sizeof record.cluster);
     }
     CUresult status = check_shape(kernel, config, device, record.cluster);
     if (!status && kernel->num_params && !params) status = INVALID_VALUE;
     if (status || (status = fake_queue(stream))) {
-        free(ids);
+        free(pairs);
         return status;
     }
     size_t size = 0;

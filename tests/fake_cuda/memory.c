@@ -117,6 +117,10 @@ CUresult cuStreamGetId(void *handle, unsigned long long *id) {
     ENTER(handle, 0);
     struct stream *stream;
     TRY(fake_stream(handle, &stream));
+    if (stream->capturing) {
+        stream->capturing = 2;
+        return STREAM_CAPTURE_UNSUPPORTED;
+    }
     *id = stream->id;
     return SUCCESS;
 }

@@ -1,9 +1,10 @@
 """Inputs on the GPU, and what every decode launch owes: the same bits again and clean counters."""
 
+import itertools
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,13 +14,18 @@ import numpy as np
 import ctm_rt
 from ctm_rt import driver
 from ctm_rt.decode import plan
+from ctm_rt.decode.plan import DecodeKernel
+from ctm_rt.memory import DeviceArray
 from ctm_rt.modules.kernel import Kernel
 from ctm_rt.modules.manifest import HOST
 from ctm_rt.modules.store import find, list_modules, runnable_archs, store_roots
-from ctm_rt.tensor import TensorView, view
+from ctm_rt.tensor import DType, TensorView, view
 from tests.gpu.inputs import Inputs, Module
 
 DEVICE = 0
+# (num_groups, spare_groups): more groups than a short sequence has tiles, more than a long one has;
+# so few spare ones that each has many tiles, so many that each has one.
+DEALINGS = ((1, 0), (2, 0), (3, 0), (7, 0), (plan.MAX_GROUPS, 0), (1, 1), (1, 5), (1, 40))
 TOLERANCE = 6e-4  # of a sequence's norm: f16 probabilities and output, nothing else
 HALF_STEP = 2.0**-25  # of f16 next to zero, where a sink leaves next to nothing for the values
 
@@ -128,6 +134,7 @@ class Call:
             ptr=self.guarded_out.ptr + 2 * row, shape=inputs.q.shape
         )
         self.workspace = ctm_rt.Workspace(DEVICE) if workspace is None else workspace
+        self.kernel = ctm_rt.load(module.name)
         self.scratch = self.workspace.scratch(
             plan.workspace_elems(inputs.batch, inputs.num_q_heads, module.head_dim)
         )
@@ -140,12 +147,22 @@ class Call:
         arguments = self.arrays | self.inputs.scalars | {"out": self.out}
         return ctm_rt.bind_decode(**arguments | {"workspace": self.workspace} | changed)
 
-    def bind_splits(self, num_splits: int, kernel: Kernel | None = None) -> Callable[..., object]:
-        """Bind the module itself, or another copy of it, for splits that a plan may not choose."""
+    def kernels(self) -> dict[int, DecodeKernel]:
+        """Return the module's kernels that can serve the call, by their index."""
+        ratio = self.inputs.num_q_heads // self.inputs.num_kv_heads
+        table = plan.decode_kernels(self.kernel.manifest.config)
+        tiles = -(-ratio // plan.HEADS_PER_TILE)
+        return {i: kernel for i, kernel in enumerate(table) if kernel.head_tiles == tiles}
+
+    def bind_kernel(
+        self, index: int, num_groups: int, spare_groups: int, module: Kernel | None = None
+    ) -> Callable[..., object]:
+        """Bind a kernel of the module, or of a copy of it, dealt as a plan may not choose."""
         inputs = self.inputs
-        rows = inputs.batch * inputs.num_q_heads * num_splits
-        self.scratch = place(np.zeros(rows * (self.module.head_dim + 2), np.float32))
-        return (kernel or ctm_rt.load(self.module.name)).bind(
+        rows = (inputs.batch * num_groups + spare_groups) * inputs.num_q_heads
+        partial = plan.partial_elems(self.module.head_dim, self.kernels()[index].cluster)
+        self.scratch = view(DeviceArray.empty((rows * partial,), DType("f32"), DEVICE))
+        return (module or self.kernel).bind(
             **self.arrays,
             out=self.out,
             workspace=self.scratch,
@@ -153,8 +170,18 @@ class Call:
             scale_log2=inputs.scale * inputs.k_scale * math.log2(math.e),
             v_scale=inputs.v_scale,
             sliding_window=inputs.sliding_window,
-            num_splits=num_splits,
+            kernel=index,
+            num_groups=num_groups,
+            spare_groups=spare_groups,
         )
+
+    def run_kernels(
+        self, dealings: Sequence[tuple[int, int]] = DEALINGS
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Run each kernel that can serve the call, dealt in each way; yield what and ``out``."""
+        for (index, kernel), dealing in itertools.product(self.kernels().items(), dealings):
+            got = self.run(self.bind_kernel(index, *dealing))
+            yield f"cluster {kernel.cluster}, (num_groups, spare_groups) {dealing}", got
 
     def poison(self) -> None:
         """Fill with NaN what the launch must write before it reads, or not touch."""
@@ -198,20 +225,22 @@ def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
-def assert_matches(got: np.ndarray, inputs: Inputs, exact: np.ndarray | None = None) -> None:
+def assert_matches(
+    got: np.ndarray, inputs: Inputs, exact: np.ndarray | None = None, what: str = ""
+) -> None:
     """Match the reference in each sequence, so that no long one hides a short one.
 
-    ``exact`` is the reference's answer, where the caller has it already.
+    ``exact`` is the reference's answer, where the caller has it already; ``what`` is shown.
     """
     exact = reference(inputs) if exact is None else exact
     axes = tuple(range(1, exact.ndim))
     wrong = (np.isnan(got) != np.isnan(exact)).any(axis=axes)
-    assert not wrong.any(), f"NaN, or none, in sequences of {inputs.seq_lens[wrong]} tokens"
+    assert not wrong.any(), f"NaN, or none, in sequences of {inputs.seq_lens[wrong]} tokens; {what}"
     error = np.sqrt(np.nansum((got - exact) ** 2, axis=axes))
     allowed = TOLERANCE * np.sqrt(np.nansum(exact**2, axis=axes))
     allowed += HALF_STEP * math.sqrt(math.prod(exact.shape[1:]))
     worst = int(np.argmax(error - allowed))
     assert (error <= allowed).all(), (
         f"sequence {worst} of {inputs.seq_lens[worst]} tokens: "
-        f"error {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+        f"error {error[worst]:.3g}, allowed {allowed[worst]:.3g}; {what}"
     )

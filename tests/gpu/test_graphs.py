@@ -61,7 +61,7 @@ def test_first_use_inside_capture(any_module: Module, tmp_path: Path) -> None:
     with new_stream() as stream:
         with capturing(stream), pytest.raises(ctm_rt.ModuleError, match=r"load\("):
             ctm_rt.load(path, stream=stream)
-        launch = call.bind_splits(2, ctm_rt.load(path))
+        launch = call.bind_kernel(0, 2, 0, ctm_rt.load(path))
         expected = call.run(launch, stream)
         replay = capture(stream, launch)
         assert_same(call.run(lambda _: replay(), stream), expected)

@@ -32,11 +32,11 @@ assert not {"torch", "cupy", "jax", "cutlass"} & set(sys.modules)
 """
 
 
-def test_first_call_of_a_process(module: Module) -> None:
+def test_first_call_of_a_process(any_module: Module) -> None:
     """Case 27. No framework, no context, no set-up: the first call is right."""
-    if module.kv_dtype == "e4m3":
+    if any_module.kv_dtype == "e4m3":
         pytest.skip("the script has an f16 cache")
-    subprocess.run([sys.executable, "-c", FIRST_CALL, str(module.head_dim)], check=True)
+    subprocess.run([sys.executable, "-c", FIRST_CALL, str(any_module.head_dim)], check=True)
 
 
 def halve(path: Path) -> None:
@@ -80,9 +80,9 @@ def test_damaged_module(any_module: Module, tmp_path: Path, damage: Callable[[Pa
 def test_two_copies_of_a_module(any_module: Module, tmp_path: Path) -> None:
     """Case 31. Two libraries with the same symbols do not disturb each other."""
     call = Call(any_module, make(any_module, [1000, 3], max_pages=9))
-    ours = call.bind_splits(2)
+    ours = call.bind_kernel(0, 2, 0)
     expected = call.run(ours)
-    theirs = call.bind_splits(2, ctm_rt.load(copy_module(any_module, tmp_path)))
+    theirs = call.bind_kernel(0, 2, 0, ctm_rt.load(copy_module(any_module, tmp_path)))
     for launch in (theirs, ours, theirs):
         assert_same(call.run(launch), expected)
 
