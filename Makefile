@@ -51,6 +51,6 @@ kernels: $(ready)
 	$(run) -m examples.stranger_kernel build/stranger $(GPU_ARCH)
 
 bench: $(ready) $(modules)
-	$(run) -m benchmarks.decode
+	$(run) -m ctm_rt bench
 
 .PHONY: demo test lint type gpu kernels bench

@@ -1,17 +1,21 @@
-"""The command line: ``demo``, ``list``, ``inspect`` and ``doctor``."""
+"""The command line: ``demo``, ``list``, ``inspect``, ``doctor`` and ``bench``."""
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 import ctm_rt
 from ctm_rt import demo as demos
+from ctm_rt.bench import grid
+from ctm_rt.bench import run as benchmark
 from ctm_rt.descriptors.header import read_header
 from ctm_rt.doctor import Gpu, findings, links, visible_gpus
 from ctm_rt.errors import CtmError, ModuleError
@@ -61,8 +65,9 @@ def demo(as_json: bool) -> None:
     results = [demos.run_case(case, 0 if gpus else None) for case in demos.CASES]
     if as_json:
         rows = [
-            {**r.case._asdict(), "num_splits": r.num_splits, "us": r.us, "passed": r.passed}
+            {**r.case._asdict(), "us": r.us, "passed": r.passed}
             | {"error": r.error if math.isfinite(r.error) else None}
+            | {"plan": asdict(r.plan) if r.plan else None}
             for r in results
         ]
         _print_json(
@@ -86,7 +91,7 @@ def demo(as_json: bool) -> None:
 
 def _print_results(results: list[demos.Result], unit: str) -> None:
     table = _table(
-        "case", "heads", "dim", "lengths", "splits", "error", unit, "", fold=("lengths",)
+        "case", "heads", "dim", "lengths", "partials", "error", unit, "", fold=("lengths",)
     )
     for result in results:
         case = result.case
@@ -100,7 +105,7 @@ def _print_results(results: list[demos.Result], unit: str) -> None:
             f"{case.num_q_heads}/{case.num_kv_heads}",
             str(case.head_dim),
             lengths,
-            str(result.num_splits),
+            str(result.plan.max_partials) if result.plan else "",
             f"{result.error:.1e}",
             f"{result.us:,.1f}",
             _PASS if result.passed else _FAIL,
@@ -226,6 +231,45 @@ def doctor(store: Path | None, as_json: bool) -> None:
             table.add_row(mark, f.what, f.detail, f.remedy)
         _print_table(table)
     if missing:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="WORDS",
+    help="Cells whose name has these words, such as 'f16 b1'; may be repeated.  [default: all]",
+)
+@_json
+def bench(only: tuple[str, ...], as_json: bool) -> None:
+    """Time decode attention on the first GPU, beside a kernel that only loads what it reads.
+
+    With all cells also what a call costs the host. Exit code 1 when a cell could not be measured,
+    or its output is wrong.
+    """
+    gpus, why = visible_gpus()
+    if not gpus:
+        raise click.ClickException(f"a benchmark needs a GPU: {why}")
+    cells = grid.select(only)
+    if not cells:
+        raise click.BadParameter("no such cell; names are like " + grid.CELLS[0].name)
+    report = {} if only else benchmark.run_host(sorted({cell.module for cell in cells}), 0)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(cells))
+        report |= benchmark.run_cells(cells, 0, lambda: progress.advance(task))
+    if as_json:
+        _print_json(**report)
+    else:
+        click.echo(f"{report['device']}, {report['num_sms']} SMs")
+        table = _table(*benchmark.COLUMNS, fold=benchmark.COLUMNS[-1:])
+        for row in report["cells"]:
+            table.add_row(*benchmark.table_row(row))
+        _print_table(table)
+        for figure in ("host_us", "first_result_s", "module_nbytes"):
+            for name, value in report.get(figure, {}).items():
+                click.echo(f"{figure} {name}: {value:,.3f}".removesuffix(".000"))
+    if any(row["problem"] for row in report["cells"]):
         raise SystemExit(1)
 
 

@@ -10,8 +10,9 @@ from click.testing import CliRunner
 import ctm_rt
 from ctm_rt import cli, demo, doctor
 from ctm_rt.modules.manifest import HOST
+from tests.conftest import MODULES
 
-NAMES = ["fmha_decode_f16_d128", "fmha_decode_f16_d64"]
+NAMES = list(MODULES)
 
 
 @pytest.fixture
@@ -60,7 +61,8 @@ def test_demo_on_the_host(run, small_demo, fake):
 def test_demo_says_that_nothing_was_launched(run):
     text = run("demo").output
     assert "host backend (NumPy): no GPU is visible" in text
-    assert f"2 modules found, parsed and linked, none launched: {', '.join(NAMES)}" in text
+    assert f"{len(NAMES)} modules found, parsed and linked, none launched" in text
+    assert ", ".join(NAMES) in text
     assert "3 of 3 passed" in text
 
 
@@ -111,7 +113,7 @@ def test_list(run, decode_store):
         assert row["path"].startswith(str(decode_store))
     text = run("list").output
     assert all(name in text for name in NAMES)
-    assert text.count("yes") == 2
+    assert text.count("yes") == len(NAMES)
 
 
 def test_list_says_why_not(run, fake):
@@ -127,10 +129,10 @@ def test_list_shows_damage(run, decode_store, tmp_path):
     shutil.copytree(decode_store, tmp_path / "store")
     so = tmp_path / "store" / "sm_90a" / HOST / f"{NAMES[0]}.so"
     os.truncate(so, 5000)
-    bad, good = run("list", "--json", "--store", tmp_path / "store")["modules"]
+    bad, *good = run("list", "--json", "--store", tmp_path / "store")["modules"]
     assert str(so) in bad["reason"]
     assert not bad["usable"]
-    assert good["usable"]
+    assert all(row["usable"] for row in good)
 
 
 def test_list_of_an_empty_store(run, tmp_path):
@@ -261,6 +263,6 @@ def test_without_a_driver(tmp_path):
 def test_usage(run):
     assert run("nonsense", exit_code=2).stderr.count("Traceback") == 0
     assert ctm_rt.__version__ in run("--version").output
-    for command in ("demo", "list", "inspect", "doctor"):
+    for command in ("demo", "list", "inspect", "doctor", "bench"):
         assert command in run("--help").output
         assert "--json" in run(command, "--help").output

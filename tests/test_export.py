@@ -75,7 +75,7 @@ def test_usage_agrees_with_the_assembler(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     used = re.findall(r"function '(\w+)'.*?Used (\d+) registers", said, re.DOTALL)
     frames = dict(re.findall(r"properties for (\w+)\s+(\d+) bytes stack frame", said))
-    got = kernel_usage(b"front" + (tmp_path / "k.cubin").read_bytes())
+    got = kernel_usage(b"front" + (tmp_path / "k.cubin").read_bytes(), "sm_90")
     assert [kernel.name for kernel in got] == ["small_0", "big_1"]  # in order of their numbers
     assert {k.name: (k.registers, k.spill_bytes) for k in got} == {
         name: (int(registers), int(frames[name])) for name, registers in used
@@ -87,7 +87,49 @@ def test_usage_agrees_with_the_assembler(tmp_path):
 
 def test_an_object_without_one_cubin_is_refused():
     with pytest.raises(ValueError, match="one uncompressed cubin in the object, got 0"):
-        kernel_usage(b"\x7fELF" + bytes(60))
+        kernel_usage(b"\x7fELF" + bytes(60), ARCH)
+
+
+COUNTED = """.version 8.7
+.target {arch}
+.address_size 64
+.visible .entry counted_0(.param .u64 p, .param .u32 n) {{
+    .shared .align 128 .b8 s[4096]; .local .align 16 .b8 l[256];
+    .reg .u64 %p, %l, %q; .reg .u32 %s, %n; .reg .b32 %r<6>; .reg .f32 %f<4>;
+    ld.param.u64 %p, [p]; ld.param.u32 %n, [n]; mov.u32 %s, s;
+    cp.async.ca.shared.global [%s], [%p], 4; cp.async.ca.shared.global [%s], [%p], 8;
+    cp.async.ca.shared.global [%s], [%p], 16; cp.async.cg.shared.global [%s], [%p], 16;
+    cp.async.cg.shared.global [%s], [%p], 16, %n;
+    cp.async.commit_group; cp.async.wait_group 0; {bulk}
+    mov.u64 %l, l; cvt.u64.u32 %q, %n; add.u64 %l, %l, %q;
+    st.local.u32 [%l], %n; st.local.v4.u32 [%l+16], {{%n, %n, %n, %n}}; bar.sync 0;
+    ld.local.u32 %r4, [%l+4]; mov.b32 %r5, %r4;
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r0, %r1, %r2, %r3}}, [%s];
+    mov.f32 %f0, 0f00000000; mov.f32 %f1, %f0; mov.f32 %f2, %f0; mov.f32 %f3, %f0;
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%f0, %f1, %f2, %f3}},
+        {{%r0, %r1, %r2, %r3}}, {{%r4, %r5}}, {{%f0, %f1, %f2, %f3}};
+    st.global.f32 [%p], %f0; ret; }}
+"""
+BULK = """cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s], [%p], 1024, [%s];
+    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+        [%s], [%p, {%n, %n}], [%s];"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_instructions_are_counted(tmp_path, arch):
+    if shutil.which("ptxas") is None:
+        pytest.skip("no ptxas")
+    bulk = int(arch.endswith("a"))  # of these, the ones from sm_90 on
+    text = COUNTED.format(arch=arch, bulk=BULK if bulk else "")
+    (tmp_path / "k.ptx").write_text(text)
+    command = ["ptxas", f"-arch={arch}", "-o", tmp_path / "k.cubin", tmp_path / "k.ptx"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"this ptxas does not know {arch}")
+    (kernel,) = kernel_usage((tmp_path / "k.cubin").read_bytes(), arch)
+    counts = kernel.instructions
+    assert counts.pop("STL") >= 2  # one more that clears, on some
+    expected = {"LDGSTS": 2, "UBLKCP": bulk, "UTMALDG": bulk, "HMMA": 1, "LDSM": 1, "LDL": 1}
+    assert counts == expected | {"LDGSTS.128": 3}
 
 
 def avx(path: Path) -> list[str]:

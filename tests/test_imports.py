@@ -24,7 +24,7 @@ LAYERS = (
     {"modules"},
     {"decode"},
     {"reference"},
-    {"demo", "doctor"},
+    {"bench", "demo", "doctor"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,1 @@
+"""How fast decode attention is on this GPU: what ``ctm-rt bench`` runs."""

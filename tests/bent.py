@@ -1,0 +1,61 @@
+"""Decode kernels that are not what they should be: ``python -m tests.bent OUT`` exports them.
+
+Each is the kernel without clusters of ``fmha_decode_f16_d128``, for 16 heads, with one thing bent;
+``straight`` has none.
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ctm_rt.modules.manifest import HOST
+from kernels.common import ptx
+from kernels.export import export
+from kernels.fmha_decode_ctm.config import KernelShape, decode_config
+from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode
+from kernels.variants import Variant
+
+ARCH = "sm_90a"
+
+
+class Bent(Variant):
+    """One kernel; ``family`` is what was done to it."""
+
+    @property
+    def token_tiles(self) -> int:
+        return 8 if self.family == "crowded" else 1  # scores of 128 tokens and 16 heads a warp
+
+    def _entry(self, gpu_arch: str) -> Any:
+        config = decode_config(self.kv_dtype, self.head_dim, gpu_arch)
+        shape = KernelShape(1, 4, self.token_tiles, 3, head_tiles=2)
+        return FmhaDecode(replace(config, kernels=(shape,)))
+
+
+def _copy_8(smem: Any, gmem: Any, nbytes: Any) -> None:
+    ptx.asm("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", inputs=(smem, gmem))
+
+
+# What is done in place of which function of kernels/common/ptx.py.
+BENDS = {
+    "straight": {},
+    "crowded": {},
+    "no_mma": {"mma_m16n8k16": lambda a, b, c: c},
+    "narrow": {"cp_async_16": _copy_8},
+}
+
+
+def main(out: Path) -> None:
+    for name, functions in BENDS.items():
+        with ExitStack() as stack:
+            for replaced, function in functions.items():
+                stack.enter_context(patch.object(ptx, replaced, function))
+            result = export(Bent(name, "f16", 128), ARCH, HOST, out)
+        if not result.ok:
+            sys.exit(f"{name}: {result.report}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
