@@ -283,7 +283,7 @@ def _is_done(entry: tuple[int, object], queue: deque[tuple[int, object]]) -> boo
 
 
 class _Stream(NamedTuple):
-    """The handle of a destroyed stream, whose work may go on, comes again; the id does not.
+    """Streams by id: the default ones have several handles, and one handle in several threads.
 
     While a stream captures its id is None: then the handle must do.
     """
@@ -302,6 +302,7 @@ class Workspace:
 
     One workspace serves one launch at a time, so one stream; a launch on a second stream is
     refused unless ``hand_over`` ordered the two. A replay of a captured graph uses it unseen.
+    Wait for the stream's work before you destroy it: its handle may come again, for another.
 
     Parameters
     ----------
@@ -357,10 +358,10 @@ class Workspace:
         ArgumentError
             It was last used on another stream, or a launch with it failed.
         """
-        claimed = _Stream(stream, driver.stream_id(stream, self.device))
         last = self._stream
-        if last is not None and last.is_(claimed) and not self._dirty:
-            return
+        if last is not None and stream == last.handle > 2 and not self._dirty:
+            return  # the id would cost two driver calls a launch
+        claimed = _Stream(stream, driver.stream_id(stream, self.device))
         with self._lock:
             if self._dirty:
                 wanted = "one whose last launch succeeded (reset() cleans it)"

@@ -53,5 +53,7 @@ class Dealing(NamedTuple):
         if not self.plan.spare_groups:
             return [self.plan.num_groups] * len(self.lengths)
         tiles = [len(self.visible_tiles(b)) for b in range(len(self.lengths))]
+        mean = sum(tiles) // len(tiles)
         budget = max(1, ceil_div(sum(tiles), self.plan.spare_groups))  # tiles of a group
-        return [min(max(1, (2 * n + budget) // (2 * budget)), MAX_GROUPS) for n in tiles]
+        wanted = [min(max(1, (2 * n + budget) // (2 * budget)), MAX_GROUPS) for n in tiles]
+        return [w if n > mean + mean // 2 else 1 for n, w in zip(tiles, wanted, strict=True)]

@@ -22,8 +22,8 @@ CAPABILITIES = {
     "sm_120a": (12, 0),
 }
 DECODE = {v.name: v for v in VARIANTS if v.family == "fmha_decode"}
-# All ten where a module has few kernels; elsewhere a pair, of which one has e4m3, two tiles of heads
-# and, where they fit, clusters of 16.
+# All ten where a module has few kernels; elsewhere a pair: one has e4m3, two tiles of heads and,
+# where they fit, clusters of 16.
 PAIR = ("fmha_decode_f16_d64", "fmha_decode_e4m3_d256")
 NAMES = {
     "sm_80": [name for name in DECODE if "f16" in name],

@@ -171,7 +171,10 @@ def test_events_follow_the_stream(fake: ModuleType, stream: int) -> None:
 
 
 def test_unknown_handles_are_refused(fake: ModuleType) -> None:
-    with driver.current(0), pytest.raises(DriverError, match=r"cuStreamIsCapturing.*INVALID_HANDLE"):
+    with (
+        driver.current(0),
+        pytest.raises(DriverError, match=r"cuStreamIsCapturing.*INVALID_HANDLE"),
+    ):
         driver.stream_id(0x7777, 0)
     with pytest.raises(DriverError, match=r"cuLibraryUnload.*INVALID_HANDLE"):
         driver.library_unload(0x7777)

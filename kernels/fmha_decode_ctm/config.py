@@ -18,9 +18,6 @@ class KernelShape:
     token_tiles: int  # 16-token tiles that a warp takes at a time
     stages: int
     tensor_copy: bool = False  # K and V come by tensor copies, else by cp.async
-    # The next kernel's CTAs may settle while this one's still work. Where an SM holds one CTA they
-    # would crowd onto the SMs that are idle then, and stay there: only for few CTAs, or short ones.
-    overlap: bool = False
     max_tokens: int = 0  # planned for up to so many tokens a CTA; 0: for any number
     load_only: bool = False  # bring every visible byte and compute nothing: the memory's ceiling
     head_tiles: int = 1  # 8 * head_tiles query heads per CTA
@@ -63,6 +60,10 @@ class SmemLayout:
     barrier: int  # counts the inbox's bytes; a ticket follows, then the rings' barriers
     nbytes: int
 
+    @property
+    def lets_two_share_an_sm(self) -> bool:
+        return 2 * (self.nbytes + 1024) <= 233_472
+
 
 def smem_layout(config: DecodeConfig, shape: KernelShape) -> SmemLayout:
     heads = HEADS_PER_TILE * shape.head_tiles
@@ -90,70 +91,69 @@ def _align(nbytes: int) -> int:
 # Measured on an H200 at batch 1, 8 and 32 (docs/measurements.md). cp.async wins where few CTAs wait
 # for their first bytes, the tensor copy where warps compute most of the time. 16 CTAs a cluster pay
 # with at most four clusters, one to a GPC: few KV heads and long rows.
-_A, _T = {"overlap": True}, {"tensor_copy": True}
-_TA = _A | _T
+_T = {"tensor_copy": True}
 _LARGE_SMEM = {
     ("f16", 32): [
-        KernelShape(8, 8, 2, 2, **_A),
-        KernelShape(4, 8, 2, 2, **_A),
+        KernelShape(8, 8, 2, 2),
+        KernelShape(4, 8, 2, 2),
         KernelShape(2, 8, 2, 3, **_T),
-        KernelShape(1, 4, 2, 4, **_T),
+        KernelShape(1, 8, 2, 3, **_T),
     ],
     ("f16", 64): [
-        KernelShape(8, 4, 2, 3, **_A),
-        KernelShape(4, 4, 2, 3, **_A),
+        KernelShape(8, 4, 2, 3),
+        KernelShape(4, 4, 2, 3),
         KernelShape(2, 8, 2, 3, **_T),
         KernelShape(1, 4, 2, 3, **_T),
     ],
     ("f16", 128): [
-        KernelShape(8, 4, 1, 3, **_A),
-        KernelShape(4, 4, 1, 3, **_A),
-        KernelShape(2, 4, 1, 3, **_TA),
+        KernelShape(8, 4, 1, 3),
+        KernelShape(4, 4, 1, 3),
+        KernelShape(2, 4, 1, 3, **_T),
         KernelShape(1, 4, 1, 3, **_T),
     ],
     ("f16", 256): [
-        KernelShape(8, 8, 1, 3, **_TA),
-        KernelShape(4, 8, 1, 2, **_TA),
+        KernelShape(8, 8, 1, 3, **_T),
+        KernelShape(4, 8, 1, 2, **_T),
         KernelShape(2, 8, 1, 2, **_T),
         KernelShape(1, 8, 1, 2, **_T),
     ],
     ("f16", 512): [
-        KernelShape(16, 8, 1, 3, **_TA),
-        KernelShape(8, 8, 1, 3, **_TA),
-        KernelShape(4, 8, 1, 3, **_TA),
+        KernelShape(16, 8, 1, 3, **_T),
+        KernelShape(8, 8, 1, 3, **_T),
+        KernelShape(4, 8, 1, 3, **_T),
         KernelShape(2, 8, 1, 3, **_T),
         KernelShape(1, 8, 1, 2, **_T),
     ],
     ("e4m3", 32): [
-        KernelShape(8, 8, 2, 2, **_A),
-        KernelShape(4, 4, 2, 3, **_A),
+        KernelShape(8, 8, 2, 2),
+        KernelShape(4, 4, 2, 3),
         KernelShape(2, 8, 2, 2, **_T),
         KernelShape(1, 4, 2, 4, **_T),
     ],
     ("e4m3", 64): [
-        KernelShape(8, 8, 2, 3, **_A),
-        KernelShape(4, 8, 2, 3, **_A),
+        KernelShape(8, 8, 2, 3),
+        KernelShape(4, 8, 2, 3),
         KernelShape(2, 8, 2, 3, **_T),
         KernelShape(1, 8, 2, 2, **_T),
     ],
     ("e4m3", 128): [
-        KernelShape(8, 8, 1, 3, **_A, max_tokens=1024),
+        KernelShape(8, 8, 1, 3, max_tokens=1024),
         KernelShape(8, 8, 2, 3, **_T),
-        KernelShape(4, 8, 1, 3, **_A),
+        KernelShape(4, 8, 1, 3),
         KernelShape(2, 8, 1, 3, **_T),
-        KernelShape(1, 4, 1, 3, **_T),
+        KernelShape(1, 8, 1, 2, **_T),
     ],
     ("e4m3", 256): [
-        KernelShape(16, 8, 1, 3, **_A),
-        KernelShape(8, 8, 2, 2, **_TA),
-        KernelShape(4, 8, 1, 3, **_TA),
+        KernelShape(16, 8, 1, 3),
+        KernelShape(8, 8, 2, 2, **_T),
+        KernelShape(4, 8, 1, 3, **_T),
         KernelShape(2, 8, 2, 2, **_T),
         KernelShape(1, 8, 2, 2, **_T),
     ],
     ("e4m3", 512): [
-        KernelShape(16, 8, 1, 3, **_A),
-        KernelShape(8, 8, 1, 3, **_A),
-        KernelShape(4, 8, 1, 3, **_TA),
+        KernelShape(16, 8, 1, 3),
+        KernelShape(8, 8, 1, 3),
+        KernelShape(4, 8, 1, 3, **_T),
         KernelShape(2, 8, 1, 3, **_T),
         KernelShape(1, 8, 1, 3, **_T),
     ],
@@ -161,26 +161,25 @@ _LARGE_SMEM = {
 # For 9 to 16 query heads per KV head, where that differs.
 _LARGE_SMEM_16_HEADS = {
     ("f16", 128): [
-        KernelShape(16, 4, 1, 3, **_TA),
-        KernelShape(8, 8, 1, 2, **_TA),
-        KernelShape(4, 8, 1, 2, **_TA),
+        KernelShape(16, 4, 1, 3, **_T),
+        KernelShape(8, 8, 1, 2, **_T),
+        KernelShape(4, 8, 1, 2, **_T),
         KernelShape(2, 8, 1, 2, **_T),
         KernelShape(1, 8, 1, 2, **_T),
     ],
-    ("f16", 256): [KernelShape(c, 8, 1, 2, tensor_copy=True, overlap=c > 2) for c in (8, 4, 2, 1)],
-    ("f16", 512): [
-        KernelShape(c, 8, 1, 2, tensor_copy=True, overlap=c > 2) for c in (16, 8, 4, 2, 1)
-    ],
+    ("f16", 256): [KernelShape(c, 8, 1, 2, **_T) for c in (8, 4, 2, 1)],
+    ("f16", 512): [KernelShape(c, 8, 1, 2, **_T) for c in (16, 8, 4, 2, 1)],
     ("e4m3", 128): [
-        KernelShape(8, 8, 1, 3, **_A, max_tokens=1024),
+        KernelShape(8, 8, 1, 3, max_tokens=1024),
         KernelShape(8, 8, 2, 3, **_T),
-        KernelShape(4, 8, 1, 3, **_A),
+        KernelShape(4, 8, 1, 3),
         KernelShape(2, 8, 1, 3, **_T),
         KernelShape(1, 4, 2, 3, **_T),
     ],
 }
 
-# Bytes of shared memory one CTA may have (CUDA programming guide, compute capabilities table).
+# Bytes of shared memory one CTA may have, where not 227 KB of an SM's 228 (CUDA programming guide,
+# compute capabilities table); each CTA takes 1 KB more.
 _SMEM_NBYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 120: 101_376, 121: 101_376}
 
 

@@ -1,4 +1,4 @@
-"""Single-token decode attention over a paged KV cache, split-K merged in the same launch.
+"""Single-token decode attention over a paged KV cache, partial results merged in the same launch.
 
 out[b, h] = v_scale * softmax(scale * q[b, h] . K[b, h // ratio]) V[b, h // ratio]
 
@@ -232,7 +232,10 @@ class DecodeKernel:
                 )  # fmt: skip
                 ahead += 1
                 ahead_tile += stride
-            if const_expr(shape.overlap):
+            if const_expr(shape.cluster > 1 and self.smem.lets_two_share_an_sm):
+                # The next kernel's CTAs may settle beside this one's. Where an SM holds one, they
+                # would crowd onto the SMs that are idle now, and stay there; and many CTAs gain
+                # nothing (docs/lost_experiments.md).
                 cute.arch.griddepcontrol_launch_dependents()
             self.loads.await_others()
             cute.arch.sync_threads()
