@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ctm_rt.errors import ArgumentError, CtmError, DriverError, HeaderError, ModuleError
 
 if TYPE_CHECKING:
-    from ctm_rt import paged_kv, reference
+    from ctm_rt import paged_kv, reference, tree
     from ctm_rt.decode.attention import bind_decode, decode_attention
     from ctm_rt.decode.params import CtmDecodeParams
     from ctm_rt.decode.runner import CtmDecodeAttentionRunner
@@ -44,6 +44,7 @@ __all__ = [
     "reference",
     "to_device",
     "to_host",
+    "tree",
     "validate",
     "view",
 ]

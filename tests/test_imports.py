@@ -23,7 +23,7 @@ LAYERS = (
     {"descriptors"},
     {"modules"},
     {"decode"},
-    {"reference"},
+    {"reference", "tree"},
     {"bench", "demo", "doctor"},
     {"cli"},
     {"__main__"},
@@ -94,7 +94,7 @@ PUBLIC = {
     *("decode_attention", "bind_decode", "CtmDecodeParams", "CtmDecodeAttentionRunner"),
     *("Workspace", "DeviceArray", "to_device", "to_host", "view", "TensorView", "validate"),
     *("ArgumentError", "CtmError", "DriverError", "HeaderError", "ModuleError"),
-    *("paged_kv", "reference"),
+    *("paged_kv", "reference", "tree"),
 }
 
 
