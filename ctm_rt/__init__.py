@@ -6,7 +6,14 @@ A name is imported from its module when it is first used: errors alone cost noth
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctm_rt.errors import ArgumentError, CtmError, DriverError, HeaderError, ModuleError
+from ctm_rt.errors import (
+    ArgumentError,
+    CapacityError,
+    CtmError,
+    DriverError,
+    HeaderError,
+    ModuleError,
+)
 
 if TYPE_CHECKING:
     from ctm_rt import paged_kv, reference, tree
@@ -24,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CapacityError",
     "CtmDecodeAttentionRunner",
     "CtmDecodeParams",
     "CtmError",

@@ -235,6 +235,18 @@ def free(ptr: int, device: int) -> None:
             check("cuMemFree", cu.cuMemFree(ptr))
 
 
+def alloc_pinned(nbytes: int, device: int) -> int:
+    """Return the address of ``nbytes`` (not 0) of host memory that the device copies from."""
+    with current(device), housekeeping():
+        return int(check("cuMemHostAlloc", cu.cuMemHostAlloc(nbytes, 0)))
+
+
+def free_pinned(ptr: int, device: int) -> None:
+    """Give back what ``alloc_pinned`` returned; no copy may be using it."""
+    with current(device), housekeeping():
+        check("cuMemFreeHost", cu.cuMemFreeHost(ptr))
+
+
 def copy_to_device(dst: int, host_ptr: int, nbytes: int, stream: int) -> None:
     """Queue a copy; the host memory must live until the stream was synchronised with."""
     check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(dst, host_ptr, nbytes, stream))
@@ -282,6 +294,12 @@ def event_done(event: int) -> bool:
         return False
     check("cuEventQuery", result)
     return True
+
+
+def event_wait(event: int) -> None:
+    """Wait for the work that the event stands for; none if it was never recorded."""
+    with housekeeping():
+        check("cuEventSynchronize", cu.cuEventSynchronize(event))
 
 
 def event_elapsed_us(start: int, stop: int) -> float:

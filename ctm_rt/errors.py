@@ -43,3 +43,19 @@ class DriverError(CtmError, RuntimeError):
     def __init__(self, call: str, code: str, reason: str) -> None:
         super().__init__(f"{call} failed: {code} ({reason})")
         self.code = code
+
+
+class CapacityError(CtmError, MemoryError):
+    """Slots or pages have run out; nothing was changed, and evicting makes room.
+
+    Parameters
+    ----------
+    what : str
+        What has run out.
+    wanted, free : int
+        How many the call needed, and how many there are.
+    """
+
+    def __init__(self, what: str, wanted: int, free: int) -> None:
+        super().__init__(f"{what}: wanted {wanted}, {free} free")
+        self.wanted, self.free = wanted, free

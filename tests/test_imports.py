@@ -16,10 +16,11 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # Each layer may import those above it, and itself.
 LAYERS = (
-    {"errors", "paged_kv"},
+    {"errors"},
     {"driver", "dlpack"},
     {"tensor"},
     {"memory"},
+    {"paged_kv"},
     {"descriptors"},
     {"modules"},
     {"decode"},
@@ -93,7 +94,7 @@ PUBLIC = {
     *("load", "launch", "Kernel", "Launch", "Slots"),
     *("decode_attention", "bind_decode", "CtmDecodeParams", "CtmDecodeAttentionRunner"),
     *("Workspace", "DeviceArray", "to_device", "to_host", "view", "TensorView", "validate"),
-    *("ArgumentError", "CtmError", "DriverError", "HeaderError", "ModuleError"),
+    *("ArgumentError", "CapacityError", "CtmError", "DriverError", "HeaderError", "ModuleError"),
     *("paged_kv", "reference", "tree"),
 }
 

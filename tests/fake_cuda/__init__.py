@@ -168,7 +168,12 @@ def set_compute_capability(device: int, cc: tuple[int, int]) -> None:
 
 def live_allocations() -> int:
     """Return how many device allocations there are."""
-    return int(library().fake_live_allocations())
+    return int(library().fake_live_allocations(0))
+
+
+def live_pinned() -> int:
+    """Return how many allocations of pinned host memory there are."""
+    return int(library().fake_live_allocations(1))
 
 
 def live_events() -> int:

@@ -246,14 +246,14 @@ CUresult cuStreamWaitEvent(void *stream_handle, void *handle, unsigned flags) {
 struct block {
     CUdeviceptr start;
     size_t size;
-    int device;
+    int device, pinned; /* pinned: the host's, and the device may use it */
     struct block *next;
 };
 static struct block *blocks;
 
-size_t fake_live_allocations(void) {
+size_t fake_live_allocations(int pinned) {
     size_t count = 0;
-    for (struct block *block = blocks; block; block = block->next) count++;
+    for (struct block *block = blocks; block; block = block->next) count += block->pinned == pinned;
     return count;
 }
 
@@ -265,8 +265,7 @@ static struct block *find_block(CUdeviceptr start, size_t size) {
     return NULL;
 }
 
-CUresult cuMemAlloc_v2(CUdeviceptr *ptr, size_t size) {
-    ENTER(size, 0);
+static CUresult add_block(CUdeviceptr *ptr, size_t size, int pinned) {
     struct context *context;
     TRY(fake_context(&context));
     REQUIRE(size, INVALID_VALUE);
@@ -277,18 +276,17 @@ CUresult cuMemAlloc_v2(CUdeviceptr *ptr, size_t size) {
     REQUIRE(memory != MAP_FAILED, OUT_OF_MEMORY);
     if (size <= (size_t)1 << 26) memset(memory, 0xa5, size); /* fresh memory is not zero */
     struct block *block = malloc(sizeof *block);
-    *block = (struct block){(CUdeviceptr)memory, size, context->device, blocks};
+    *block = (struct block){(CUdeviceptr)memory, size, context->device, pinned, blocks};
     *ptr = (blocks = block)->start;
     return SUCCESS;
 }
 
-CUresult cuMemFree_v2(CUdeviceptr ptr) {
-    ENTER(ptr, 0);
+static CUresult remove_block(CUdeviceptr ptr, int pinned) {
     struct context *context;
     TRY(fake_context(&context));
     TRY(fake_unsafe());
     for (struct block **link = &blocks; *link; link = &(*link)->next)
-        if ((*link)->start == ptr) {
+        if ((*link)->start == ptr && (*link)->pinned == pinned) {
             struct block *block = *link;
             *link = block->next;
             munmap((void *)block->start, block->size);
@@ -296,6 +294,26 @@ CUresult cuMemFree_v2(CUdeviceptr ptr) {
             return SUCCESS;
         }
     return INVALID_VALUE;
+}
+
+CUresult cuMemAlloc_v2(CUdeviceptr *ptr, size_t size) {
+    ENTER(size, 0);
+    return add_block(ptr, size, 0);
+}
+
+CUresult cuMemFree_v2(CUdeviceptr ptr) {
+    ENTER(ptr, 0);
+    return remove_block(ptr, 0);
+}
+
+CUresult cuMemHostAlloc(void **ptr, size_t size, unsigned flags) {
+    ENTER(size, flags);
+    return add_block((CUdeviceptr *)ptr, size, 1);
+}
+
+CUresult cuMemFreeHost(void *ptr) {
+    ENTER(ptr, 0);
+    return remove_block((CUdeviceptr)ptr, 1);
 }
 
 CUresult cuMemGetInfo_v2(size_t *available, size_t *total) {
@@ -309,7 +327,7 @@ CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr ptr) {
     struct block *block = find_block(ptr, 1);
     REQUIRE(block, INVALID_VALUE);
     switch (attribute) {
-    case 2: *(unsigned *)data = 2; break; /* CU_MEMORYTYPE_DEVICE */
+    case 2: *(unsigned *)data = block->pinned ? 1 : 2; break; /* CU_MEMORYTYPE_HOST, _DEVICE */
     case 3: *(CUdeviceptr *)data = ptr; break;
     case 8: *(unsigned *)data = 0; break;
     case 9: *(int *)data = block->device; break;
