@@ -15,7 +15,8 @@ else
 run := $(VENV)/bin/python
 ready := $(VENV)/.ready
 modules := $(STORE)/$(GPU_ARCH)/.exported
-sources := $(shell find kernels ctm_rt/modules examples -name '*.py' -o -name '*.c')
+sources := $(shell find kernels examples -name '*.py') ctm_rt/modules/driver_shim.c \
+	ctm_rt/modules/link.py ctm_rt/modules/manifest.py ctm_rt/decode/plan.py ctm_rt/paged_kv/layout.py
 
 $(ready): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -44,7 +45,7 @@ type: $(ready)
 	$(run) -m mypy
 
 gpu: $(ready) $(modules)
-	$(run) -m pytest -m gpu
+	$(run) -m pytest -m gpu tests/gpu
 
 kernels: $(ready)
 	$(run) -m kernels.export --arch $(GPU_ARCH) --out $(STORE)

@@ -21,6 +21,7 @@ _OPCODES = {
     0x183: "LDL",
     0x187: "STL",
 }
+_SYSTEM_SMEM_NBYTES = 1024  # from sm_90 on a cubin counts it among a kernel's own (ptxas does not)
 _LDGSTS_128 = 2  # in the 2 bits of its second word that say 32, 64 or 128 bits
 
 
@@ -45,7 +46,12 @@ def kernel_usage(image: bytes, gpu_arch: str) -> list[KernelUsage]:
     """List the kernels of the one cubin in ``image``, in the order in which they were traced."""
     sections = _sections(_cubin(image))
     names = _symbol_names(sections)
-    smem = {s.name.removeprefix(".nv.shared."): s.nbytes for s in sections if s.kind == _NOBITS}
+    system = _SYSTEM_SMEM_NBYTES if _number(gpu_arch) >= 90 else 0
+    smem = {
+        s.name.removeprefix(".nv.shared."): s.nbytes - system
+        for s in sections
+        if s.kind == _NOBITS and s.name.startswith(".nv.shared.")
+    }
     registers, frames, blocks = {}, {}, {}
     for section in sections:
         if section.name == ".nv.info":
@@ -75,9 +81,13 @@ def _traced(kernel: tuple[str, dict[str, int]]) -> int:
     return int(re.search(r"(\d*)$", kernel[0])[1] or 0)
 
 
+def _number(gpu_arch: str) -> int:
+    return int(re.sub(r"\D", "", gpu_arch))
+
+
 def _instructions(code: bytes, gpu_arch: str) -> dict[str, int]:
     """Count the opcodes of ``_OPCODES``; copies of 16 bytes apart from narrower ones."""
-    width_at = 10 if int(re.sub(r"\D", "", gpu_arch)) >= 100 else 9
+    width_at = 10 if _number(gpu_arch) >= 100 else 9
     counts = dict.fromkeys([*_OPCODES.values(), "LDGSTS.128"], 0)
     for low, high in struct.iter_unpack("<QQ", code):
         name = _OPCODES.get(low & 0x1FF)

@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 import ctm_rt
+from ctm_rt.decode import plan
 from ctm_rt.modules import link, manifest
+from ctm_rt.paged_kv import layout
 from kernels.cubin import kernel_usage
 
 # Without a fixed target the host code holds AVX of the machine that exports, and dies elsewhere.
@@ -139,11 +141,12 @@ def _commit(files: dict[str, bytes], folder: Path) -> None:
 
 
 def source_sha256() -> str:
-    """Digest what modules are made from: the kernels' sources and the driver shim."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256(link.SHIM.read_bytes())
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    """Digest what modules are made from: the kernels, the constants they share, the driver shim."""
+    root = Path(__file__).parent.parent
+    shared = (link.SHIM, Path(plan.__file__), Path(layout.__file__))
+    digest = hashlib.sha256()
+    for path in sorted([*(root / "kernels").rglob("*.py"), *shared]):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -4,6 +4,9 @@ import re
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from kernels.fmha_decode_ctm.config import decode_config, load_config
+from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelLayout
+
 FP8_SINCE = 89  # cvt.rn.f16x2.e4m3x2
 
 
@@ -31,15 +34,16 @@ class Variant(NamedTuple):
 
     def config(self, gpu_arch: str) -> dict[str, Any]:
         """Return what a plan needs: the module's kernels, in the order of its ``kernel`` scalar."""
+        config = self._config(gpu_arch)
         return {
             "kernels": [
                 {
-                    **asdict(kernel.shape),
-                    "tile_tokens": kernel.tile_tokens,
-                    "block": kernel.threads,
-                    "smem_nbytes": kernel.smem.nbytes,
+                    **asdict(layout.shape),
+                    "tile_tokens": layout.tile_tokens,
+                    "block": layout.threads,
+                    "smem_nbytes": layout.smem_nbytes,
                 }
-                for kernel in self._entry(gpu_arch).kernels
+                for layout in (KernelLayout(config, shape) for shape in config.kernels)
             ]
         }
 
@@ -47,17 +51,14 @@ class Variant(NamedTuple):
         """Trace and compile with symbolic shapes; no tensor and no GPU is needed."""
         from cutlass import cute
 
-        from kernels.fmha_decode_ctm.fmha_decode import parameters
+        from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode, parameters
 
         fakes = [parameter.fake() for parameter in parameters(self.kv_dtype, self.head_dim)]
-        return cute.compile(self._entry(gpu_arch), *fakes, options=options)
+        return cute.compile(FmhaDecode(self._config(gpu_arch)), *fakes, options=options)
 
-    def _entry(self, gpu_arch: str) -> Any:
-        from kernels.fmha_decode_ctm.config import decode_config, load_config
-        from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode
-
-        config = load_config if self.family == "kv_load" else decode_config
-        return FmhaDecode(config(self.kv_dtype, self.head_dim, gpu_arch))
+    def _config(self, gpu_arch: str) -> DecodeConfig:
+        configure = load_config if self.family == "kv_load" else decode_config
+        return configure(self.kv_dtype, self.head_dim, gpu_arch)
 
 
 VARIANTS = tuple(

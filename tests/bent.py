@@ -14,8 +14,8 @@ from unittest.mock import patch
 from ctm_rt.modules.manifest import HOST
 from kernels.common import ptx
 from kernels.export import export
-from kernels.fmha_decode_ctm.config import KernelShape, decode_config
-from kernels.fmha_decode_ctm.fmha_decode import FmhaDecode
+from kernels.fmha_decode_ctm.config import decode_config
+from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelShape
 from kernels.variants import Variant
 
 ARCH = "sm_90a"
@@ -28,10 +28,10 @@ class Bent(Variant):
     def token_tiles(self) -> int:
         return 8 if self.family == "crowded" else 1  # scores of 128 tokens and 16 heads a warp
 
-    def _entry(self, gpu_arch: str) -> Any:
+    def _config(self, gpu_arch: str) -> DecodeConfig:
         config = decode_config(self.kv_dtype, self.head_dim, gpu_arch)
         shape = KernelShape(1, 4, self.token_tiles, 3, head_tiles=2)
-        return FmhaDecode(replace(config, kernels=(shape,)))
+        return replace(config, kernels=(shape,))
 
 
 def _copy_8(smem: Any, gmem: Any, nbytes: Any) -> None:

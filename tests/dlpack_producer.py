@@ -32,7 +32,10 @@ def _destroy(capsule: int) -> None:
 
 
 class Producer:
-    """``legacy``: does not know ``max_version``. ``strides=None``: a NULL pointer."""
+    """``legacy``: does not know ``max_version``. ``strides=None``: a NULL pointer.
+
+    ``refuses``: streams for which it raises, as JAX does for -1.
+    """
 
     def __init__(
         self,
@@ -48,8 +51,9 @@ class Producer:
         legacy: bool = False,
         version: tuple[int, int] = (1, 0),
         flags: int = 0,
+        refuses: Sequence[int | None] = (),
     ) -> None:
-        self._device = device
+        self._device, self._refuses = device, refuses
         self.asked: list[dict[str, object]] = []
         self.deleted = 0
         tensor = DLManagedTensor() if legacy else DLManagedTensorVersioned()
@@ -87,6 +91,8 @@ class Producer:
         self.asked.append(asked)
         if self._device[0] in (1, 3) and asked["stream"] is not None:
             raise BufferError("no stream on the host")
+        if asked["stream"] in self._refuses:
+            raise RuntimeError("invalid resource handle")
         name = NAMES[type(self._tensor)]
         destroy = ctypes.cast(_destroy, ctypes.c_void_p)
         return _new(ctypes.addressof(self._tensor), name, destroy)

@@ -185,6 +185,16 @@ def test_dlpack_on_every_device(legacy: bool, device: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
+def test_a_library_that_takes_minus_1_for_a_handle(legacy: bool) -> None:
+    producer = Producer(0x1000, (2, 3), None, device=DEVICE, legacy=legacy, refuses=[-1])
+    assert view(producer).ptr == 0x1000
+    assert [asked["stream"] for asked in producer.asked][-2:] == [-1, None]
+    producer = Producer(0x1000, (2, 3), None, device=DEVICE, legacy=legacy, refuses=[-1, None])
+    with pytest.raises(ArgumentError, match=r"^q: .*invalid resource handle"):
+        view(producer, "q")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
 def test_the_loan_ends_once_and_with_the_view(legacy: bool) -> None:
     producer = Producer(0x1000, (2,), None, device=DEVICE, legacy=legacy)
     found = view(producer)

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, cute, range_constexpr
 
 from ctm_rt.decode.plan import HEADS_PER_TILE, MAX_GROUPS
 from kernels.common import ptx
-from kernels.common.ring import log2
+from kernels.common.layout import log2
 
 GROUPS_IN_FLIGHT = 8  # partials that a merging thread asks for before it waits
 
@@ -47,28 +47,20 @@ class Groups(NamedTuple):
 class Merge:
     """Static sizes, and the steps. ``dim_split`` warps share their tokens, a slice of dims each."""
 
-    def __init__(self, config, shape, smem):
-        self.config, self.shape, self.smem = config, shape, smem
-        self.threads = 32 * shape.warps
-        self.token_groups = shape.warps // config.dim_split
-        self.max_heads = HEADS_PER_TILE * shape.head_tiles
-        self.owned_dims = config.head_dim // shape.cluster
-
-    def pushed_nbytes(self, heads):
-        """Return what arrives in a CTA's inbox."""
-        return self.shape.cluster * heads * (4 * self.owned_dims + 8)
+    def __init__(self, layout):
+        self.layout, self.config, self.shape = layout, layout.config, layout.shape
 
     # --- warps ------------------------------------------------------------------------------------
 
     def state_address(self, smem, token_group, head, dim):
         # A head's row is padded by 16 bytes, so the four heads that a quad stores at once fall
         # into different banks.
-        base = smem + self.token_groups * self.max_heads * 8
-        row = token_group * self.max_heads + head
+        base = smem + self.layout.token_groups * self.layout.max_heads * 8
+        row = token_group * self.layout.max_heads + head
         return base + (row * (self.config.head_dim + 4) + dim) * 4
 
     def stats_address(self, smem, token_group, head):
-        return smem + (token_group * self.max_heads + head) * 8
+        return smem + (token_group * self.layout.max_heads + head) * 8
 
     def store_warp(self, smem, warp, lane, acc, row_max, row_sum):
         """Store a warp's state; call it between two barriers of the CTA."""
@@ -117,25 +109,28 @@ class Merge:
     def warp_sources(self, smem, head, dim):
         return [
             (self.stats_address(smem, g, head), self.state_address(smem, g, head, dim))
-            for g in range(self.token_groups)
+            for g in range(self.layout.token_groups)
         ]
 
     # --- cluster ----------------------------------------------------------------------------------
 
     def inbox_address(self, smem, rank, head, dim):
         """Return where CTA ``rank`` leaves 4 accumulators of an owned dimension."""
-        row = rank * self.max_heads + head
-        return smem + self.smem.inbox + (row * self.owned_dims + dim) * 4
+        row = rank * self.layout.max_heads + head
+        return smem + self.layout.inbox + (row * self.layout.owned_dims + dim) * 4
 
     def inbox_stats_address(self, smem, rank, head):
-        base = self.smem.inbox + self.shape.cluster * self.max_heads * self.owned_dims * 4
-        return smem + base + (rank * self.max_heads + head) * 8
+        base = (
+            self.layout.inbox
+            + self.shape.cluster * self.layout.max_heads * self.layout.owned_dims * 4
+        )
+        return smem + base + (rank * self.layout.max_heads + head) * 8
 
     def items(self, cta, dims):
         """Yield (head, dimension, whether there is such an item): four dimensions of one head."""
         per_head = dims // 4
-        for i in range(-(-self.max_heads * per_head // self.threads)):
-            index = cta.tid + i * self.threads
+        for i in range(-(-self.layout.max_heads * per_head // self.layout.threads)):
+            index = cta.tid + i * self.layout.threads
             head = index >> log2(per_head)
             # A thread with nothing to do reads what the first head's reader reads.
             inside = head < cta.heads
@@ -146,9 +141,9 @@ class Merge:
         """Push every dimension's sums to their owner, and wait for what is pushed here."""
         ptx.cluster_wait()  # every CTA's barrier stands
         self.push(cta)
-        done = ptx.mbarrier_done(cta.smem + self.smem.barrier, Int32(0))
+        done = ptx.mbarrier_done(cta.smem + self.layout.barrier, Int32(0))
         while done == 0:
-            done = ptx.mbarrier_done(cta.smem + self.smem.barrier, Int32(0))
+            done = ptx.mbarrier_done(cta.smem + self.layout.barrier, Int32(0))
 
     def push(self, cta):
         """Send every dimension's sums to the CTA of the cluster that owns it."""
@@ -156,9 +151,9 @@ class Merge:
             maximum, total, values = self.combine(
                 self.warp_sources(cta.smem, head, dim), Float32(ptx.NEG_INF)
             )
-            owner = dim >> log2(self.owned_dims)
-            owned = dim & (self.owned_dims - 1)
-            barrier = ptx.peer_address(cta.smem + self.smem.barrier, owner)
+            owner = dim >> log2(self.layout.owned_dims)
+            owned = dim & (self.layout.owned_dims - 1)
+            barrier = ptx.peer_address(cta.smem + self.layout.barrier, owner)
             ptx.st_async_f32x4(
                 ptx.peer_address(self.inbox_address(cta.smem, cta.rank, head, owned), owner),
                 values, barrier, inside,
@@ -170,7 +165,7 @@ class Merge:
 
     def parts(self, cta, with_sink):
         """Yield (head, owned dimension, inside, maximum, sum, 4 accumulators, sink)."""
-        for head, dim, inside in self.items(cta, self.owned_dims):
+        for head, dim, inside in self.items(cta, self.layout.owned_dims):
             if self.shape.cluster > 1:
                 sources = [
                     (
@@ -185,7 +180,7 @@ class Merge:
             yield (head, dim, inside, *self.combine(sources, sink), sink)
 
     def first_owned_dim(self, cta):
-        return cta.rank * self.owned_dims
+        return cta.rank * self.layout.owned_dims
 
     @cute.jit
     def sink_log2(self, cta, head):
@@ -221,7 +216,7 @@ class Merge:
         """Leave this group's partial result; the last group to do so stores the sequence's."""
         self.parts_to_workspace(cta, groups)
         cute.arch.sync_threads()
-        ticket = cta.smem + (self.smem.barrier + 8)
+        ticket = cta.smem + (self.layout.barrier + 8)
         if cta.tid == 0:
             # The barrier orders the CTA's stores before this release, and what the other CTAs
             # released before the loads that follow the next barrier.
@@ -257,7 +252,7 @@ class Merge:
     def weigh(self, cta, groups):
         """Leave in shared memory what each group's accumulators count: a warp a head."""
         lane, warp = cta.tid & 31, cute.arch.make_warp_uniform(cta.tid >> 5)
-        for i in range_constexpr(-(-self.max_heads // self.shape.warps)):
+        for i in range_constexpr(-(-self.layout.max_heads // self.shape.warps)):
             head = warp + i * self.shape.warps
             if head < cta.heads:
                 maxima = [Float32(ptx.NEG_INF), Float32(ptx.NEG_INF)]
@@ -283,7 +278,7 @@ class Merge:
 
     def groups_to_out(self, cta, groups):
         step = Int64(groups.q_heads) * (self.config.head_dim * 4)
-        for head, dim, inside in self.items(cta, self.owned_dims):
+        for head, dim, inside in self.items(cta, self.layout.owned_dims):
             source = self.partial_address(cta, groups, groups.row + Int64(head), dim)
             weights = self.weight_address(cta, head, 0)
             values = self.weighted_sum(source, step, weights, groups.count)

@@ -5,7 +5,6 @@ A slot holds the K rows, then the V rows, of one warp's tokens and dimensions, i
 swizzle modes do, so that eight rows of one chunk fall into different banks.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -17,56 +16,9 @@ from cutlass.experimental.cuda import (
 )
 
 from kernels.common import ptx
+from kernels.common.layout import SlotLayout, log2
 
 _SWIZZLE = {32: TensorMapSwizzle.s32b, 64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
-
-
-def log2(power: int) -> int:
-    return power.bit_length() - 1
-
-
-@dataclass(frozen=True)
-class SlotLayout:
-    rows: int  # tokens
-    row_nbytes: int
-    stages: int
-
-    @property
-    def block_nbytes(self) -> int:
-        return min(128, self.row_nbytes)
-
-    @property
-    def blocks(self) -> int:
-        return self.row_nbytes // self.block_nbytes
-
-    @property
-    def block_chunks(self) -> int:
-        return self.block_nbytes // 16
-
-    @property
-    def half_nbytes(self) -> int:
-        return self.rows * self.row_nbytes
-
-    @property
-    def slot_nbytes(self) -> int:
-        return 2 * self.half_nbytes
-
-    @property
-    def ring_nbytes(self) -> int:
-        return self.stages * self.slot_nbytes
-
-    def swizzle(self, row):
-        """Return by what a row's chunks are rotated; rows below 128 bytes share a line of banks."""
-        return (row >> (3 - log2(self.block_chunks))) & (self.block_chunks - 1)
-
-    def matrix_address(self, half, row, odd):
-        """Return where this lane's row of an 8x8 matrix lies, in chunk 0 or, if ``odd``, 1."""
-        return half + row * self.block_nbytes + ((odd ^ self.swizzle(row)) << 4)
-
-    def chunk_pair(self, address, pair):
-        """Move ``matrix_address`` on to chunks 2 * pair and 2 * pair + 1."""
-        block, within = divmod(pair, self.block_chunks // 2)
-        return (address ^ (within << 5)) + block * (self.rows * self.block_nbytes)
 
 
 class Tile(NamedTuple):
@@ -81,8 +33,6 @@ class Tile(NamedTuple):
 
 class AsyncCopy:
     """16 bytes a lane by cp.async: every architecture from sm_80."""
-
-    barrier_nbytes = 0
 
     def __init__(self, layout: SlotLayout):
         self.layout = layout
@@ -159,7 +109,6 @@ class TensorCopy:
 
     def __init__(self, layout: SlotLayout):
         self.layout = layout
-        self.barrier_nbytes = 8 * layout.stages
 
     def map_pool(self, kv_pool, kv_nbytes, page_tokens):
         """Return the tensor map of [page, head, block, token, element], innermost last."""

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr, cute, range_constexpr
 from ctm_rt.decode.plan import MAX_GROUPS
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 from kernels.common import ptx
-from kernels.common.ring import log2
+from kernels.common.layout import log2
 
 TILES_PER_FETCH = 32  # page ids are fetched one tile a lane
 

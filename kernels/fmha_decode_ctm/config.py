@@ -1,92 +1,9 @@
 """Static configuration of the decode kernels: a pure function of (KV dtype, head_dim, gpu arch)."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ctm_rt.decode.plan import HEADS_PER_TILE, MAX_GROUPS
-
-MMA_TOKENS = 16
-MAX_DIMS_PER_WARP = 128  # more accumulators than 64 a thread spill, with 16 heads
-
-
-@dataclass(frozen=True)
-class KernelShape:
-    """One kernel of a module: which calls it serves and how it is laid out."""
-
-    cluster: int  # CTAs that share a group's tiles and merge through distributed shared memory
-    warps: int
-    token_tiles: int  # 16-token tiles that a warp takes at a time
-    stages: int
-    tensor_copy: bool = False  # K and V come by tensor copies, else by cp.async
-    max_tokens: int = 0  # planned for up to so many tokens a CTA; 0: for any number
-    load_only: bool = False  # bring every visible byte and compute nothing: the memory's ceiling
-    head_tiles: int = 1  # 8 * head_tiles query heads per CTA
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    kv_dtype: str  # f16 or e4m3
-    head_dim: int
-    has_clusters: bool  # sm_90 and later; also programmatic dependent launch
-    kernels: tuple[KernelShape, ...]
-
-    @property
-    def kv_nbytes(self) -> int:
-        return 1 if self.kv_dtype == "e4m3" else 2
-
-    @property
-    def dims(self) -> int:
-        """Dimensions per warp; ``dim_split`` warps share a token."""
-        return min(self.head_dim, MAX_DIMS_PER_WARP)
-
-    @property
-    def dim_split(self) -> int:
-        return self.head_dim // self.dims
-
-
-@dataclass(frozen=True)
-class SmemLayout:
-    """Where things lie in a CTA's shared memory, in bytes.
-
-    From 0: the warps' rings, whose place the warps' states take when the last tile is read, and
-    then the weights of the groups.
-    """
-
-    inbox: int  # what the CTAs of the cluster push here: accumulators, then (m, l)
-    exchange: int  # partial scores of warps that share tokens, twice
-    exchange_nbytes: int  # of one warp
-    q: int
-    q_row_nbytes: int
-    barrier: int  # counts the inbox's bytes; a ticket follows, then the rings' barriers
-    nbytes: int
-
-    @property
-    def lets_two_share_an_sm(self) -> bool:
-        return 2 * (self.nbytes + 1024) <= 233_472
-
-
-def smem_layout(config: DecodeConfig, shape: KernelShape) -> SmemLayout:
-    heads = HEADS_PER_TILE * shape.head_tiles
-    token_groups = shape.warps // config.dim_split
-    slot = 2 * MMA_TOKENS * shape.token_tiles * config.dims * config.kv_nbytes
-    states = token_groups * heads * (8 + 4 * (config.head_dim + 4))
-    inbox = _align(max(shape.warps * shape.stages * slot, states, heads * MAX_GROUPS * 4))
-    pushed = shape.cluster * heads * (4 * config.head_dim // shape.cluster + 8)
-    exchange = inbox + (pushed if shape.cluster > 1 else 0)
-    exchange_nbytes = 128 * 4 * shape.token_tiles * shape.head_tiles
-    q = _align(exchange + (2 * shape.warps * exchange_nbytes if config.dim_split > 1 else 0))
-    # Padded, so that eight rows of one chunk fall into different banks.
-    q_row_nbytes = 2 * config.head_dim + (32 if config.kv_dtype == "e4m3" else 16)
-    barrier = q + heads * q_row_nbytes
-    rings = 8 * shape.warps * shape.stages if shape.tensor_copy else 0
-    return SmemLayout(
-        inbox, exchange, exchange_nbytes, q, q_row_nbytes, barrier, barrier + 16 + rings
-    )
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
+from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelLayout, KernelShape
 
 # Measured on an H200 at batch 1, 8 and 32 (docs/measurements.md). cp.async wins where few CTAs wait
 # for their first bytes, the tensor copy where warps compute most of the time. 16 CTAs a cluster pay
@@ -213,7 +130,7 @@ def _fit(config: DecodeConfig, smem_nbytes: int) -> KernelShape:
                     stages=stages,
                     tensor_copy=shape.tensor_copy and config.has_clusters,
                 )
-                if smem_layout(config, fitting).nbytes <= smem_nbytes:
+                if KernelLayout(config, fitting).smem_nbytes <= smem_nbytes:
                     return fitting
     return replace(fitting, stages=1)  # 16 heads of 512 dimensions in 99 KB
 

@@ -19,16 +19,12 @@ from cutlass.experimental.cuda import TensorMap
 from ctm_rt.decode.plan import HEADS_PER_TILE
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 from kernels.common import ptx
+from kernels.common.layout import log2
 from kernels.common.merge import Cta, Groups, Merge, finite
-from kernels.common.ring import AsyncCopy, SlotLayout, TensorCopy, Tile, log2
+from kernels.common.ring import AsyncCopy, TensorCopy, Tile
 from kernels.common.schedule import TILES_PER_FETCH, Schedule
 from kernels.common.signature import ScalarParameter, StreamParameter, TensorParameter
-from kernels.fmha_decode_ctm.config import (
-    MMA_TOKENS,
-    DecodeConfig,
-    KernelShape,
-    smem_layout,
-)
+from kernels.fmha_decode_ctm.layout import MMA_TOKENS, DecodeConfig, KernelLayout, KernelShape
 
 
 def parameters(kv_dtype: str, head_dim: int):
@@ -88,16 +84,11 @@ class FmhaDecode:
 class DecodeKernel:
     def __init__(self, config: DecodeConfig, shape: KernelShape):
         self.config, self.shape = config, shape
-        self.threads = 32 * shape.warps
-        self.token_groups = shape.warps // config.dim_split
-        self.warp_tokens = MMA_TOKENS * shape.token_tiles
-        self.tile_tokens = self.warp_tokens * self.token_groups
-        self.max_heads = HEADS_PER_TILE * shape.head_tiles
-        self.layout = SlotLayout(self.warp_tokens, config.dims * config.kv_nbytes, shape.stages)
-        self.loads = (TensorCopy if shape.tensor_copy else AsyncCopy)(self.layout)
-        self.smem = smem_layout(config, shape)
-        self.merge = Merge(config, shape, self.smem)
-        self.schedule = Schedule(self.tile_tokens, self.warp_tokens)
+        self.layout = KernelLayout(config, shape)
+        self.slot = self.layout.slot
+        self.loads = (TensorCopy if shape.tensor_copy else AsyncCopy)(self.slot)
+        self.merge = Merge(self.layout)
+        self.schedule = Schedule(self.layout.tile_tokens, self.slot.rows)
 
         self.launch_options = {}
         if config.has_clusters:
@@ -120,8 +111,8 @@ class DecodeKernel:
         ).launch(
             # x alone may pass 65,535, and the batch may.
             grid=((q.shape[0] + spare_groups) * num_kv_heads * self.shape.cluster, num_groups, 1),
-            block=(self.threads, 1, 1),
-            smem=self.smem.nbytes,
+            block=(self.layout.threads, 1, 1),
+            smem=self.layout.smem_nbytes,
             stream=stream,
             **self.launch_options,
         )  # fmt: skip
@@ -158,15 +149,15 @@ class DecodeKernel:
         q_head = kv_head * ratio
         if const_expr(shape.cluster > 1):
             if tid == 0:
-                ptx.mbarrier_init(smem + self.smem.barrier, tid == 0)
+                ptx.mbarrier_init(smem + self.layout.barrier, tid == 0)
                 ptx.fence_mbarrier_init()
-                pushed = self.merge.pushed_nbytes(ratio)
-                ptx.mbarrier_expect(smem + self.smem.barrier, pushed, tid == 0)
+                pushed = self.layout.pushed_nbytes(ratio)
+                ptx.mbarrier_expect(smem + self.layout.barrier, pushed, tid == 0)
             ptx.cluster_arrive()
         source = self.loads.start(
             kv_pool, kv_map, config.kv_nbytes, kv_head, self.first_dim(warp),
-            smem + warp * self.layout.ring_nbytes,
-            smem + (self.smem.barrier + 16) + warp * self.loads.barrier_nbytes, lane,
+            smem + warp * self.slot.ring_nbytes,
+            smem + self.layout.ring_barriers + warp * self.layout.ring_barrier_nbytes, lane,
         )  # fmt: skip
         if const_expr(config.has_clusters):
             cute.arch.griddepcontrol_wait()  # whatever came before may have written our inputs
@@ -190,7 +181,7 @@ class DecodeKernel:
             left = ptx.ld_global_i32(lengths + Int64(sequence) * 4)
             left = self.schedule.clamp_length(left, max_pages) - sliding_window
             left = cutlass.max(left, Int32(0))
-        first_tile = left >> log2(self.tile_tokens)
+        first_tile = left >> log2(self.layout.tile_tokens)
         tile = first_tile + group * shape.cluster + rank
         stride = groups * shape.cluster
         table = page_table.iterator.toint() + Int64(sequence) * page_table.stride[0] * 4
@@ -203,7 +194,7 @@ class DecodeKernel:
         length = self.schedule.clamp_length(
             ptx.ld_global_i32(lengths + Int64(sequence) * 4), max_pages
         )
-        end_tile = (length + (self.tile_tokens - 1)) >> log2(self.tile_tokens)
+        end_tile = (length + (self.layout.tile_tokens - 1)) >> log2(self.layout.tile_tokens)
         # A group past the sequence's tiles has nothing to do and is not waited for. (Its tiles'
         # stride may stay: where groups are fewer than planned, no CTA has a second tile.)
         busy = (end_tile - first_tile + (shape.cluster - 1)) >> log2(shape.cluster)
@@ -232,7 +223,7 @@ class DecodeKernel:
                 )  # fmt: skip
                 ahead += 1
                 ahead_tile += stride
-            if const_expr(shape.cluster > 1 and self.smem.lets_two_share_an_sm):
+            if const_expr(shape.cluster > 1 and self.layout.lets_two_share_an_sm):
                 # The next kernel's CTAs may settle beside this one's. Where an SM holds one, they
                 # would crowd onto the SMs that are idle now, and stay there; and many CTAs gain
                 # nothing (docs/lost_experiments.md).
@@ -250,7 +241,7 @@ class DecodeKernel:
                     here = self.tile_of(
                         tile, token_group, (live >> (seen & 31)) & 1 != 0, left, length
                     )
-                    slot = source.ring + stage * self.layout.slot_nbytes
+                    slot = source.ring + stage * self.slot.slot_nbytes
                     scores = self.scores(slot, q_frags, lane)
                     if const_expr(config.dim_split > 1):
                         scores = self.exchange_scores(scores, smem, warp, lane, seen & 1)
@@ -261,7 +252,7 @@ class DecodeKernel:
                     if moved:
                         for i in range_constexpr(shape.head_tiles * config.dims // 4):
                             acc[i] = acc[i] * corrections[(i >> 2) % shape.head_tiles][i & 1]
-                    self.accumulate(slot + self.layout.half_nbytes, p_frags, acc, lane)
+                    self.accumulate(slot + self.slot.half_nbytes, p_frags, acc, lane)
                 cute.arch.sync_warp()  # every lane has read the slot
                 if (ahead & (TILES_PER_FETCH - 1)) == 0:
                     k_ids = next_k_ids
@@ -323,35 +314,35 @@ class DecodeKernel:
     def ask_q(self, q, sequence, q_head, heads, smem, tid):
         """Ask for the CTA's rows of q; rows past ``heads`` repeat the last."""
         row_chunks = self.config.head_dim // 8
-        for i in range(-(-self.max_heads * row_chunks // self.threads)):
-            index = tid + i * self.threads
+        for i in range(-(-self.layout.max_heads * row_chunks // self.layout.threads)):
+            index = tid + i * self.layout.threads
             row, chunk = index >> log2(row_chunks), index & (row_chunks - 1)
-            if self.max_heads * row_chunks < self.threads:
-                row = cutlass.min(row, Int32(self.max_heads - 1))
+            if self.layout.max_heads * row_chunks < self.layout.threads:
+                row = cutlass.min(row, Int32(self.layout.max_heads - 1))
             head = q_head + cutlass.min(row, heads - 1)
             source = (
                 q.iterator.toint()
                 + (Int64(sequence) * q.stride[0] + Int64(head) * q.stride[1] + Int64(chunk * 8)) * 2
             )
-            into = smem + self.smem.q + row * self.smem.q_row_nbytes + chunk * 16
+            into = smem + self.layout.q + row * self.layout.q_row_nbytes + chunk * 16
             ptx.cp_async_16(into, source, Int32(16))
         ptx.cp_async_commit()
 
     def load_q(self, smem, warp, lane):
         """Return this warp's dimensions of q as B fragments [head tile][k step]."""
         config = self.config
-        first = smem + self.smem.q + (self.first_dim(warp)) * 2
+        first = smem + self.layout.q + (self.first_dim(warp)) * 2
         frags = []
         for n in range(self.shape.head_tiles):
-            tile = first + n * (HEADS_PER_TILE * self.smem.q_row_nbytes)
+            tile = first + n * (HEADS_PER_TILE * self.layout.q_row_nbytes)
             steps = []
             if config.kv_dtype == "e4m3":
                 # Converted K words hold dimensions 4 * quad + (0, 1 | 2, 3) of a step.
-                address = tile + (lane >> 2) * self.smem.q_row_nbytes + (lane & 3) * 8
+                address = tile + (lane >> 2) * self.layout.q_row_nbytes + (lane & 3) * 8
                 for k in range(config.dims // 16):
                     steps.append(ptx.ld_shared_u32x2(address + 32 * k))
             else:
-                address = tile + (lane & 7) * self.smem.q_row_nbytes + (lane >> 3) * 16
+                address = tile + (lane & 7) * self.layout.q_row_nbytes + (lane >> 3) * 16
                 for k in range(0, config.dims // 16, 2):
                     words = ptx.ldmatrix_x4(address + 32 * k)
                     steps += [(words[0], words[1]), (words[2], words[3])]
@@ -364,7 +355,7 @@ class DecodeKernel:
     # --- the ring's two ends ----------------------------------------------------------------------
 
     def tile_of(self, tile, token_group, valid, left, length, k_page=None, v_page=None):
-        token = tile * self.tile_tokens + token_group * self.warp_tokens
+        token = tile * self.layout.tile_tokens + token_group * self.slot.rows
         span = ptx.select(valid, length - left, Int32(0))
         return Tile(token, k_page, v_page, token - left, span)
 
@@ -383,15 +374,15 @@ class DecodeKernel:
 
     def scores(self, slot, q_frags, lane):
         """Return S^T = K q^T: C fragments [token tile][head tile] of (16 tokens, 8 heads)."""
-        layout = self.layout
-        base = layout.matrix_address(slot, lane & 15, lane >> 4)
+        slots = self.slot
+        base = slots.matrix_address(slot, lane & 15, lane >> 4)
         fragments = []
         for t in range(self.shape.token_tiles):
-            address = base + t * (MMA_TOKENS * layout.block_nbytes)
+            address = base + t * (MMA_TOKENS * slots.block_nbytes)
             # Two chains of accumulators: an MMA need not wait for the one before it.
             chains = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in q_frags]
-            for pair in range(layout.row_nbytes // 32):
-                words = ptx.ldmatrix_x4(layout.chunk_pair(address, pair))
+            for pair in range(slots.row_nbytes // 32):
+                words = ptx.ldmatrix_x4(slots.chunk_pair(address, pair))
                 for k, a in self.k_operands(pair, words):
                     for chain, frags in zip(chains, q_frags, strict=True):
                         chain[k % 2] = ptx.mma_m16n8k16(a, frags[k], chain[k % 2])
@@ -413,8 +404,10 @@ class DecodeKernel:
     def exchange_scores(self, scores, smem, warp, lane, phase):
         """Add the partial scores of the warps that hold other dimensions of the same tokens."""
         split, threads = self.config.dim_split, 32 * self.config.dim_split
-        area = smem + self.smem.exchange + phase * (self.shape.warps * self.smem.exchange_nbytes)
-        mine = area + warp * self.smem.exchange_nbytes + lane * 16
+        area = (
+            smem + self.layout.exchange + phase * (self.shape.warps * self.layout.exchange_nbytes)
+        )
+        mine = area + warp * self.layout.exchange_nbytes + lane * 16
         count = 0
         for tile in scores:
             for values in tile:
@@ -426,7 +419,7 @@ class DecodeKernel:
         for i in range(count):
             total = [Float32(0.0)] * 4
             for w in range(split):
-                theirs = area + (token_group * split + w) * self.smem.exchange_nbytes + lane * 16
+                theirs = area + (token_group * split + w) * self.layout.exchange_nbytes + lane * 16
                 part = ptx.ld_shared_f32x4(theirs + 512 * i)
                 total = [a + b for a, b in zip(total, part, strict=True)]
             sums.append(total)
@@ -484,16 +477,16 @@ class DecodeKernel:
 
     def accumulate(self, v_slot, p_frags, acc, lane):
         """Add V^T P^T; ``acc`` is [16-dimension tile][head tile][C register]."""
-        layout = self.layout
+        slots = self.slot
         if self.config.kv_dtype == "e4m3":  # two 16-dimension chunks, both token halves
-            base = layout.matrix_address(v_slot, lane & 15, lane >> 4)
+            base = slots.matrix_address(v_slot, lane & 15, lane >> 4)
         else:  # one 16-dimension tile: two chunks, both token halves
             row = (lane & 7) + ((lane >> 4) << 3)
-            base = layout.matrix_address(v_slot, row, (lane >> 3) & 1)
-        for pair in range(layout.row_nbytes // 32):
+            base = slots.matrix_address(v_slot, row, (lane >> 3) & 1)
+        for pair in range(slots.row_nbytes // 32):
             for t in range(self.shape.token_tiles):
-                address = base + t * (MMA_TOKENS * layout.block_nbytes)
-                words = ptx.ldmatrix_x4(layout.chunk_pair(address, pair), transpose=True)
+                address = base + t * (MMA_TOKENS * slots.block_nbytes)
+                words = ptx.ldmatrix_x4(slots.chunk_pair(address, pair), transpose=True)
                 for m, a in self.v_operands(pair, words):
                     for n in range(self.shape.head_tiles):
                         at = (m * self.shape.head_tiles + n) * 4
