@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctm_rt.decode.plan import MAX_TREE_QUERY_SEQ_LEN
+from ctm_rt.decode.plan import MASK_WORD_BITS, MAX_TREE_QUERY_SEQ_LEN
 from ctm_rt.errors import ArgumentError
 from ctm_rt.paged_kv import ceil_div
 
 PAST = -1
-WORD_BITS = 32
 
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
@@ -114,11 +113,11 @@ def pack(visible: npt.ArrayLike, *, mask_words: int | None = None) -> npt.NDArra
         raise ArgumentError("visible", "bool", visible.dtype)
     if query_len_ != query_len:
         raise ArgumentError("visible", f"{query_len} draft keys", query_len_)
-    least = ceil_div(query_len, WORD_BITS)
+    least = ceil_div(query_len, MASK_WORD_BITS)
     words = least if mask_words is None else mask_words
     if words < least:
         raise ArgumentError("mask_words", f"at least {least} for {query_len} tokens", words)
-    bits = np.zeros((batch, query_len, words * WORD_BITS), bool)
+    bits = np.zeros((batch, query_len, words * MASK_WORD_BITS), bool)
     bits[:, :, :query_len] = visible
     return np.packbits(bits, axis=2, bitorder="little").view("<i4")
 
@@ -145,7 +144,7 @@ def unpack(tree_mask: npt.ArrayLike) -> Bools:
     _check_query_len("tree_mask", query_len)
     if tree_mask.dtype != np.int32:
         raise ArgumentError("tree_mask", "int32", tree_mask.dtype)
-    least = ceil_div(query_len, WORD_BITS)
+    least = ceil_div(query_len, MASK_WORD_BITS)
     if words < least:
         raise ArgumentError("tree_mask", f"at least {least} words for {query_len} tokens", words)
     octets = np.ascontiguousarray(tree_mask, "<i4").view(np.uint8)

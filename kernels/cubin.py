@@ -21,6 +21,10 @@ _OPCODES = {
     0x183: "LDL",
     0x187: "STL",
 }
+_WARPGROUP_OPCODES = {  # sm_90a alone
+    0x1F0: "HGMMA",  # f16 matrix multiply
+    0x1C5: "WARPGROUP",  # a fence before those, a wait after them
+}
 _SYSTEM_SMEM_NBYTES = 1024  # from sm_90 on a cubin counts it among a kernel's own (ptxas does not)
 _LDGSTS_128 = 2  # in the 2 bits of its second word that say 32, 64 or 128 bits
 
@@ -32,6 +36,14 @@ class KernelUsage(NamedTuple):
     static_smem_nbytes: int  # what is launched with on top is the variant's to say
     block: tuple[int, int, int] | None  # where the kernel fixes it
     instructions: dict[str, int]  # how many of those that tell whether it is what was meant
+
+    @property
+    def is_serialised(self) -> bool:
+        """Whether ptxas gave each multiply of a warpgroup a wait of its own, which it tells nobody.
+
+        It must where it cannot tell the registers in flight from others (its warnings C7510 on).
+        """
+        return self.instructions["WARPGROUP"] > self.instructions["HGMMA"]
 
 
 class _Section(NamedTuple):
@@ -86,11 +98,12 @@ def _number(gpu_arch: str) -> int:
 
 
 def _instructions(code: bytes, gpu_arch: str) -> dict[str, int]:
-    """Count the opcodes of ``_OPCODES``; copies of 16 bytes apart from narrower ones."""
+    """Count the opcodes that there are names for; copies of 16 bytes apart from narrower ones."""
     width_at = 10 if _number(gpu_arch) >= 100 else 9
-    counts = dict.fromkeys([*_OPCODES.values(), "LDGSTS.128"], 0)
+    names = _OPCODES | (_WARPGROUP_OPCODES if _number(gpu_arch) == 90 else {})
+    counts = dict.fromkeys([*_OPCODES.values(), *_WARPGROUP_OPCODES.values(), "LDGSTS.128"], 0)
     for low, high in struct.iter_unpack("<QQ", code):
-        name = _OPCODES.get(low & 0x1FF)
+        name = names.get(low & 0x1FF)
         if name == "LDGSTS" and high >> width_at & 3 == _LDGSTS_128:
             name = "LDGSTS.128"
         if name:

@@ -121,6 +121,8 @@ def _config(config: dict[str, Any], image: bytes, gpu_arch: str) -> dict[str, An
     given = config.get("kernels", [{}] * len(used))
     if len(given) != len(used):
         raise ValueError(f"the variant tells of {len(given)} kernels, the object holds {len(used)}")
+    if slow := [i for i, kernel in enumerate(used) if kernel.is_serialised]:
+        raise ValueError(f"ptxas waits for every single multiply of a warpgroup in kernels {slow}")
     rows = [{**kernel._asdict(), **row} for kernel, row in zip(used, given, strict=True)]
     return {**config, "kernels": rows}
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from kernels.fmha_decode_ctm.config import decode_config, load_config
 from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelLayout
+from kernels.fmha_decode_tree.config import tree_config
+from kernels.fmha_decode_tree.layout import TreeLayout
 
 FP8_SINCE = 89  # cvt.rn.f16x2.e4m3x2
 
@@ -61,9 +63,56 @@ class Variant(NamedTuple):
         return configure(self.kv_dtype, self.head_dim, gpu_arch)
 
 
-VARIANTS = tuple(
-    Variant(family, kv_dtype, head_dim)
-    for family in ("fmha_decode", "kv_load")  # the latter for the benchmark
-    for kv_dtype in ("f16", "e4m3")
-    for head_dim in (32, 64, 128, 256, 512)
+class TreeVariant(Variant):
+    """Decode of several query tokens with a mask; ``family`` is fmha_decode_tree."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {**super().key, "tree": True}
+
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        from kernels.fmha_decode_tree.fmha_decode_tree import parameters
+
+        return [parameter.row() for parameter in parameters(self.kv_dtype, self.head_dim)]
+
+    def config(self, gpu_arch: str) -> dict[str, Any]:
+        """Return what a plan needs: the module's kernels, in the order of its ``kernel`` scalar."""
+        config = tree_config(self.kv_dtype, self.head_dim, gpu_arch)
+        return {
+            "kernels": [
+                {
+                    **asdict(layout.shape),
+                    "rows": layout.rows,
+                    "tile_tokens": layout.tile_tokens,
+                    "block": layout.threads,
+                    "smem_nbytes": layout.smem_nbytes,
+                }
+                for layout in (TreeLayout(config, shape) for shape in config.kernels)
+            ]
+        }
+
+    def compile(self, gpu_arch: str, options: str) -> Any:
+        """Trace and compile with symbolic shapes; no tensor and no GPU is needed."""
+        from cutlass import cute
+
+        from kernels.fmha_decode_tree.fmha_decode_tree import FmhaDecodeTree, parameters
+
+        config = tree_config(self.kv_dtype, self.head_dim, gpu_arch)
+        fakes = [parameter.fake() for parameter in parameters(self.kv_dtype, self.head_dim)]
+        return cute.compile(FmhaDecodeTree(config), *fakes, options=options)
+
+
+VARIANTS = (
+    *(
+        Variant(family, kv_dtype, head_dim)
+        for family in ("fmha_decode", "kv_load")  # the latter for the benchmark
+        for kv_dtype in ("f16", "e4m3")
+        for head_dim in (32, 64, 128, 256, 512)
+    ),
+    *(
+        TreeVariant("fmha_decode_tree", kv_dtype, head_dim)
+        for kv_dtype, head_dims in (("f16", (32, 64, 128, 256, 512)), ("e4m3", (64, 128, 256, 512)))
+        for head_dim in head_dims
+    ),
 )

@@ -1,7 +1,7 @@
 """Decode kernels that are not what they should be: ``python -m tests.bent OUT`` exports them.
 
 Each is the kernel without clusters of ``fmha_decode_f16_d128``, for 16 heads, with one thing bent;
-``straight`` has none.
+``straight`` has none. What became of a tree kernel is in ``serialised.txt``.
 """
 
 import sys
@@ -16,7 +16,10 @@ from kernels.common import ptx
 from kernels.export import export
 from kernels.fmha_decode_ctm.config import decode_config
 from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelShape
-from kernels.variants import Variant
+from kernels.fmha_decode_tree import config as tree_config
+from kernels.fmha_decode_tree.attend import Attend
+from kernels.fmha_decode_tree.layout import TreeShape
+from kernels.variants import TreeVariant, Variant
 
 ARCH = "sm_90a"
 
@@ -47,6 +50,33 @@ BENDS = {
 }
 
 
+_softmax = Attend.softmax
+
+
+def _packed(self: Attend, state: Any, scale: Any) -> Any:
+    """Make the next A operand while the multiply of the last one is in flight."""
+    weights, corrections, moved = _softmax(self, state, scale)
+    pairs = range(0, len(weights), 2)
+    words = [ptx.pack_f16x2(weights[at], weights[at + 1]) for at in pairs]
+    return words, corrections, moved
+
+
+def _keep(self: Attend, state: Any, words: Any) -> None:
+    for i, word in enumerate(words):
+        state.weights[i] = word
+
+
+def serialise(out: Path) -> str:
+    """Return how the export of a tree kernel whose multiplies ptxas serialises is refused."""
+    shape = TreeShape(1, 8, 1, 64, 4, warpgroup=True, overlap=True)
+    with (
+        patch.dict(tree_config._WARPGROUP, {("f16", 128): [shape]}),
+        patch.object(Attend, "softmax", _packed),
+        patch.object(Attend, "keep", _keep),
+    ):
+        return export(TreeVariant("serialised", "f16", 128), ARCH, HOST, out).report
+
+
 def main(out: Path) -> None:
     for name, functions in BENDS.items():
         with ExitStack() as stack:
@@ -55,6 +85,7 @@ def main(out: Path) -> None:
             result = export(Bent(name, "f16", 128), ARCH, HOST, out)
         if not result.ok:
             sys.exit(f"{name}: {result.report}")
+    (out / "serialised.txt").write_text(serialise(out))
 
 
 if __name__ == "__main__":

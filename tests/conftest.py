@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests import fake_cuda
 
 # What most tests make do with: between them both types of pool, and ratios up to 8 and 16.
 MODULES = ("fmha_decode_e4m3_d64", "fmha_decode_f16_d128", "fmha_decode_f16_d64")
+TREE_MODULES = ("fmha_decode_tree_e4m3_d64", "fmha_decode_tree_f16_d64")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,12 +71,34 @@ def decode_store(exported: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return exported
 
 
+@pytest.fixture(scope="session")
+def exported_trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export two modules of tree decode for sm_90a; give the root of their store."""
+    root = tmp_path_factory.mktemp("trees")
+    run_export(root, "sm_90a", *TREE_MODULES)
+    return root
+
+
+@pytest.fixture
+def tree_store(
+    exported_trees: Path, decode_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    """Let names be looked up among the trees too."""
+    from ctm_rt.modules import store
+
+    monkeypatch.setattr(store, "USER", exported_trees)
+    return decode_store, exported_trees
+
+
 @pytest.fixture
 def computing(fake: ModuleType, decode_store: Path) -> Iterator[ModuleType]:
     """Give the fake driver on which decode launches compute, by the definition."""
     from ctm_rt.decode import binding, scratch
     from ctm_rt.memory import release_done
-    from tests.decode_launch import compute
+    from tests import decode_launch, tree_launch
+
+    def compute(launch: Any) -> None:
+        (tree_launch if tree_launch.is_tree(launch) else decode_launch).compute(launch)
 
     fake.on_launch(compute)
     binding._check.cache_clear()  # an address stands for another array in another test

@@ -30,6 +30,7 @@ class Dealing(NamedTuple):
     lengths: list[int]
     max_pages: int
     window: int = 0
+    tree: bool = False  # whose long sequences are split, however long the others are
 
     def visible_tiles(self, sequence: int) -> range:
         """Tiles that hold a visible key."""
@@ -56,4 +57,5 @@ class Dealing(NamedTuple):
         mean = sum(tiles) // len(tiles)
         budget = max(1, ceil_div(sum(tiles), self.plan.spare_groups))  # tiles of a group
         wanted = [min(max(1, (2 * n + budget) // (2 * budget)), MAX_GROUPS) for n in tiles]
-        return [w if n > mean + mean // 2 else 1 for n, w in zip(tiles, wanted, strict=True)]
+        longer = [self.tree or n > mean + mean // 2 for n in tiles]
+        return [w if split else 1 for split, w in zip(longer, wanted, strict=True)]

@@ -39,17 +39,21 @@ def arguments(launch):
 
     What follows the scalars of the plan is the kernel's own.
     """
-    first = int(len(launch.params[0]) == TENSOR_MAP_NBYTES)
-    params = launch.params[first:]
     extents = dict(zip(TENSORS, (2, 2, 2, 1, 1, 2, 1, 1), strict=True))
     strides = dict(zip(TENSORS, (2, 3, 2, 0, 0, 2, 0, 0), strict=True))
+    return unpack(launch, extents, strides, SCALARS)
+
+
+def unpack(launch, extents, strides, scalars):
+    """Name the parameters, given the numbers of extents and of outer strides of the tensors."""
+    params = [raw for raw in launch.params if len(raw) != TENSOR_MAP_NBYTES]
     named = {}
-    for name, raw in zip(TENSORS, params, strict=False):
+    for name, raw in zip(extents, params, strict=False):
         form = f"<q{extents[name]}i{extents[name] % 2 * 4}x"
         ptr, *shape = struct.unpack_from(form, raw)
         outer = struct.unpack_from(f"<{strides[name]}q", raw, struct.calcsize(form))
         named[name] = Tensor(ptr, tuple(shape), outer)
-    for name, raw in zip(SCALARS, params[len(TENSORS) :], strict=False):
+    for name, raw in zip(scalars, params[len(extents) :], strict=False):
         named[name] = struct.unpack("<f" if "scale" in name else "<i", raw)[0]
     return named
 
@@ -65,11 +69,11 @@ def on_host(tensor, shape, dtype):
     return np.lib.stride_tricks.as_strided(flat, shape, nbytes)
 
 
-def static(launch):
+def static(launch, named):
     """What no parameter tells: head_dim, and the type of the pool's elements."""
     if len(launch.params[0]) == TENSOR_MAP_NBYTES:
         address, dtype, rank, *dims = struct.unpack_from("<QII5I", launch.params[0])
-        assert address == arguments(launch)["kv_pool"].ptr
+        assert address == named["kv_pool"].ptr
         assert rank == 5  # a page's rows are cut into blocks: element, token, block, head, page
         return dims[0] * dims[2], np.float16 if dtype == FLOAT16 else np.uint8
     q_and_pool = r"_tensorptrf16gmemalign16o(\d+)i64.*?_tensorptr(f16|i8)"
@@ -82,7 +86,7 @@ def compute(launch):
     a = arguments(launch)
     batch, num_q_heads = a["q"].shape
     pool_pages, num_kv_heads = a["kv_pool"].shape
-    head_dim, pool_dtype = static(launch)
+    head_dim, pool_dtype = static(launch, a)
     table = (batch, 2, a["page_table"].shape[1])
     pool = on_host(a["kv_pool"], (pool_pages, PAGE, num_kv_heads, head_dim), pool_dtype)
     out = on_host(a["out"], (batch, num_q_heads, head_dim), np.float16)

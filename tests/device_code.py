@@ -16,20 +16,27 @@ def _faults(manifest, kernel):
         cleared = counts["UTMALDG"] if manifest.gpu_arch.startswith("sm_12") else 0
         if counts["LDL"] or counts["STL"] != cleared:
             yield "spills"
-    if not counts["HMMA"]:
+    multiplies = "HGMMA" if kernel.get("warpgroup") else "HMMA"
+    if not counts[multiplies]:
         yield "no tensor-core instructions"
-    if not counts["LDSM"]:
+    # A warpgroup takes K and V, and q of more than 128 dimensions, from shared memory as they are.
+    if not counts["LDSM"] and not (kernel.get("warpgroup") and manifest.key["head_dim"] > 128):
         yield "operands not loaded as matrices"
+    if counts["WARPGROUP"] > counts["HGMMA"]:
+        yield "a wait for every multiply"
     if counts["LDGSTS"]:
         yield "narrow copies"
-    if kernel["tensor_copy"]:
+    if kernel.get("tensor_copy") or kernel.get("warpgroup"):
         if not counts["UTMALDG"]:
             yield "no tensor copies"
     elif counts["LDGSTS.128"] < 2 * _copies(kernel, **manifest.key):  # in the loop and before it
         yield "no 16-byte copies"
 
 
-def _copies(kernel, kv_dtype, head_dim, **_):
-    """Return the 16-byte copies per lane of one tile of K and V; a warp has at most 128 dims."""
-    row_nbytes = min(head_dim, 128) * KV_NBYTES[kv_dtype]
-    return 2 * 16 * kernel["token_tiles"] * row_nbytes // (32 * 16)
+def _copies(kernel, kv_dtype, head_dim, tree):
+    """Return the 16-byte copies per lane of one tile of K and V."""
+    if tree:  # a set of warps shares its tokens and all dimensions
+        tokens, threads = kernel["tokens"], kernel["block"] // kernel["token_groups"]
+    else:  # a warp has at most 128 dimensions
+        tokens, threads, head_dim = 16 * kernel["token_tiles"], 32, min(head_dim, 128)
+    return 2 * tokens * head_dim * KV_NBYTES[kv_dtype] // (threads * 16)

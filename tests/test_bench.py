@@ -1,5 +1,6 @@
 """The benchmark, all but the clock: its cells, inputs, checks, report and command."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -17,22 +18,29 @@ from ctm_rt.bench.inputs import BLOCK_NBYTES, Pool, make_inputs, split_sets
 from ctm_rt.decode.plan import DecodePlan
 from ctm_rt.paged_kv import TOKENS_PER_PAGE as PAGE
 from ctm_rt.reference import e4m3_to_float
+from tests import decode_launch, tree_launch
 from tests.conftest import run_export
 from tests.decode_launch import plan_of
+from tests.tree_launch import plan_of as tree_plan_of
 
 SMALL = Cell("f16", 64, 8, 2, (200, 300), known_load_us=2.0)
 WINDOW = Cell("f16", 64, 8, 2, (513,) * 3, sliding_window=200)
+TREE = Cell("f16", 64, 8, 2, (200, 300), query_len=5, known_load_us=2.0)
 PLAN = DecodePlan("", 3, 4, 2, 0, (1, 1, 1), 128, 0, 0, 0)
 TIMES = [12.0, 10.0]  # of a launch and of a load-only one, as the clock below says
+TOKEN_US = 8.0  # and of a single token beside a tree
 
 
 # -- cells ----------------------------------------------------------------------------------------
 
 
 def test_names_tell_cells_apart():
-    assert len({cell.name for cell in CELLS}) == len(CELLS) == 45
+    assert len({cell.name for cell in CELLS}) == len(CELLS) == 45 + 48
     assert CELLS[4].name == "f16 d128 32/8 b8 s4096"
     assert WINDOW.name == "f16 d64 8/2 b3 s513 w200"
+    assert TREE.name == "f16 d64 8/2 b2 s300 q5"
+    of_b8 = select(["f16 d128 32/8 b8 s4096"])
+    assert [cell.query_len for cell in of_b8] == [1, 4, 16, 32, 64, 128]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,9 @@ def test_names_tell_cells_apart():
         ("f16 d512 16/2 b8 s4096", 30.6, 34.6),
         ("f16 d128 32/8 b8 s32768 w1024", 7.64, 11.6),
         ("f16 d128 32/8 b32 s65536 middle", 90.8, 104.0),
+        ("e4m3 d128 32/8 b8 s4096 q16", 15.3, 31.0),
+        ("f16 d64 32/8 b32 s4096 q4", 61.1, 65.1),
+        ("f16 d256 32/8 b32 s4096 q128", 244.6, 1169.7),  # 550 GFLOP at 470 TFLOP/s
     ],
 )
 def test_targets(name, floor_us, target_us):
@@ -83,10 +94,10 @@ def test_load_only_fills_the_gpu():
 # -- inputs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", [SMALL, WINDOW], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [SMALL, WINDOW, TREE], ids=lambda cell: cell.name)
 def test_each_set_has_pages_of_its_own(cell, monkeypatch):
     monkeypatch.setattr(grid, "COLD_NBYTES", 3.5 * cell.kv_nbytes)
-    q, table, seq_lens = make_inputs(cell)
+    q, table, seq_lens, tree_mask = make_inputs(cell)
     assert len(q) == len(table) == len(seq_lens) == cell.num_sets == 4
     half = cell.num_sets * cell.num_pages
     for row, ids in ((0, range(half)), (1, range(half, 2 * half))):
@@ -98,6 +109,12 @@ def test_each_set_has_pages_of_its_own(cell, monkeypatch):
         assert ((table[:, b] >= 0) == seen).all()
     assert (seq_lens == cell.seq_lens).all()
     assert len(np.unique(q)) > 100
+    if cell is TREE:  # tokens 1 and 2 are the children of 0, 3 and 4 those of 1
+        assert q.shape == (4, 2, 5, 8, 64)
+        assert (tree_mask == [[0b1], [0b11], [0b101], [0b1011], [0b10011]]).all()
+        assert tree_mask.shape == (4, 2, 5, 1)
+    else:
+        assert tree_mask is None
 
 
 @pytest.mark.usefixtures("fake")
@@ -128,10 +145,11 @@ def test_sets_are_views_of_one_array():
 
 
 @pytest.fixture(scope="session")
-def bench_store(exported, tmp_path_factory):
-    """A store in which load-only kernels are, too."""
+def bench_store(exported, exported_trees, tmp_path_factory):
+    """A store in which load-only kernels are, too, and trees."""
     root = tmp_path_factory.mktemp("bench")
-    shutil.copytree(exported, root, dirs_exist_ok=True)
+    for modules in (exported, exported_trees):
+        shutil.copytree(modules, root, dirs_exist_ok=True)
     run_export(root, "sm_90a", "kv_load_f16_d64", "kv_load_e4m3_d64")
     return root
 
@@ -145,7 +163,7 @@ def clock(bench_store, monkeypatch):
 
     def launch_us(loops, rounds, device, stream):
         timed.append((list(map(len, loops)), rounds))
-        return TIMES
+        return [*TIMES, TOKEN_US][: len(loops)]
 
     monkeypatch.setattr(store, "PREBUILT", bench_store)
     monkeypatch.setattr(measure, "launch_us", launch_us)
@@ -176,6 +194,53 @@ def test_a_cell(computing, clock, kv_dtype):
     assert launched[-1].grid == ((2 + 132) * 2, 1, 1)  # unequal lengths: dealt out on the device
 
 
+@pytest.mark.parametrize("kv_dtype", ["f16", "e4m3"])
+def test_a_tree(computing, clock, kv_dtype):
+    """Beside it one token in its place is timed, in the same call."""
+    cell = TREE._replace(kv_dtype=kv_dtype)
+    num_sets = cell.num_sets
+    (row,) = run.run_cells([cell], 0)["cells"]
+    assert not row["problem"]
+    assert [row["us"], row["load_us"], row["token_us"]] == [*TIMES, TOKEN_US]
+    assert row["us_over_token"] == 1.5
+    assert row["tflop_per_s"] == pytest.approx(4 * 5 * 8 * 64 * 500 / 12.0 / 1e6)
+    assert 0 < row["relative_error"] < measure.TOLERANCE
+    plan = tree_plan_of(cell.problem)
+    assert (row["kernel"], row["num_groups"]) == (plan.kernel, plan.num_groups)
+    single = dataclasses.replace(cell.problem, query_len=1, tree=False)
+    names = [
+        ctm_rt.load(name).manifest.config["kernels"][index]["name"]
+        for name, index in (
+            (cell.module, plan.kernel),
+            (cell.load_module, 0),
+            (plan_of(single).module, plan_of(single).kernel),
+        )
+    ]
+    launched = [launch.kernel for launch in computing.launches()]
+    assert launched == [name for name in names for _ in range(num_sets)]
+    assert clock[0][0] == [num_sets] * 3
+
+
+def test_a_wrong_token_of_a_tree_is_found(computing, clock, monkeypatch):
+    """Of each of the tokens that are looked at, in either KV head that is."""
+
+    def flawed(at):
+        def compute(launch):
+            if tree_launch.is_tree(launch):
+                tree_launch.compute(launch)
+                out = tree_launch.arguments(launch)["out"]
+                rows = decode_launch.on_host(out, (2, 5, 8, 64), np.float16)
+                rows[at] += np.float16(0.5)
+
+        return compute
+
+    for at in ((0, 0, 0), (1, 2, 7), (1, 4, 5)):
+        computing.on_launch(flawed(at))
+        (row,) = run.run_cells([TREE], 0)["cells"]
+        assert row["problem"] == "wrong result, not timed"
+    assert not clock
+
+
 def test_figures():
     row = measure.figures(SMALL, PLAN, 3e-4, *TIMES)
     assert row["tb_per_s"] == pytest.approx(500 * 2 * 64 * 2 * 2 / 12.0 / 1e6)
@@ -186,6 +251,7 @@ def test_figures():
     unknown = measure.figures(WINDOW, PLAN, 3e-4, *TIMES)
     assert unknown["us_over_scaled_target"] is None
     assert unknown["us"] == 12.0
+    assert unknown["token_us"] is unknown["us_over_token"] is None
 
 
 # -- the clock ------------------------------------------------------------------------------------

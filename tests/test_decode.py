@@ -239,14 +239,14 @@ def test_refused_by_name(fake, case, how):
     [
         ({"head_dim": 256}, "fmha_decode_f16_d256"),
         ({"head_dim": 128, "fp8": True}, "fmha_decode_e4m3_d128"),
-        ({"tree": True}, "fmha_decode_tree_f16_d64"),
+        ({"head_dim": 256, "tree": True}, "fmha_decode_tree_f16_d256"),
     ],
 )
 def test_a_module_that_is_not_exported(fake, options, module):
     tree = options.pop("tree", False)
     problem, change = Problem(**options), {}
     if tree:
-        change["q"] = ctm_rt.to_device(np.zeros((2, 2, 8, 64), np.float16))
+        change["q"] = ctm_rt.to_device(np.zeros((2, 2, 8, 256), np.float16))
         change["tree_mask"] = ctm_rt.to_device(np.zeros((2, 2, 1), np.int32))
     with pytest.raises(ctm_rt.ModuleError, match=rf"no module {module} .*kernels\.export"):
         problem.call(**change)

@@ -1,6 +1,6 @@
 """The cells of the benchmark: what is decoded in each, and how fast it should be on an H200."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ctm_rt.decode.plan import DecodeProblem, module_name
@@ -10,12 +10,15 @@ from ctm_rt.paged_kv import TOKENS_PER_PAGE, ceil_div
 # take on top.
 FLOOR_TB_PER_S = 4.39
 MERGE_US = 4.0
+# And the rate of f16 matrix products that others of our kernels reached where nothing else held
+# them back.
+MMA_TFLOP_PER_S = 470
 COLD_NBYTES = 400e6  # of KV between two uses of an input set; the L2 of an H200 has 60 MB
 KV_NBYTES = {"f16": 2, "e4m3": 1}
 
 
 class Cell(NamedTuple):
-    """One decode step."""
+    """One decode step, or the verification of a token tree."""
 
     kv_dtype: str
     head_dim: int
@@ -26,6 +29,7 @@ class Cell(NamedTuple):
     label: str = ""  # one more word of the name
     known_load_us: float | None = None  # of the load-only kernel, on the H200 that the target is of
     known_target_us: float | None = None  # where it is not ``MERGE_US`` above the floor
+    query_len: int = 1  # above 1 a tree
 
     @property
     def name(self) -> str:
@@ -37,14 +41,20 @@ class Cell(NamedTuple):
             f"b{len(self.seq_lens)}",
             f"s{max(self.seq_lens)}",
             *([f"w{self.sliding_window}"] if self.sliding_window else []),
+            *([f"q{self.query_len}"] if self.is_tree else []),
             *([self.label] if self.label else []),
         )
         return " ".join(words)
 
     @property
+    def is_tree(self) -> bool:
+        """Whether it has several query tokens, and a mask."""
+        return self.query_len > 1
+
+    @property
     def module(self) -> str:
         """The module that decodes it."""
-        return module_name(self.head_dim, self.kv_dtype == "e4m3", tree=False)
+        return module_name(self.head_dim, self.kv_dtype == "e4m3", self.is_tree)
 
     @property
     def load_module(self) -> str:
@@ -85,9 +95,16 @@ class Cell(NamedTuple):
         return self.kv_nbytes / FLOOR_TB_PER_S / 1e6
 
     @property
+    def flop(self) -> float:
+        """Operations of q K and P V, as if every query token saw every key that is seen."""
+        keys = sum(end - left for left, end in self.spans)
+        return 4.0 * self.query_len * self.num_q_heads * self.head_dim * keys
+
+    @property
     def target_us(self) -> float:
         """What we aim at on an H200, to a tenth."""
-        return self.known_target_us or round(self.floor_us + MERGE_US, 1)
+        bound_us = max(self.floor_us + MERGE_US, self.flop / MMA_TFLOP_PER_S / 1e6)
+        return self.known_target_us or round(bound_us, 1)
 
     @property
     def num_sets(self) -> int:
@@ -109,6 +126,8 @@ class Cell(NamedTuple):
             self.head_dim,
             ceil_div(max(self.seq_lens), TOKENS_PER_PAGE),
             fp8_kv_cache=self.kv_dtype == "e4m3",
+            query_len=self.query_len,
+            tree=self.is_tree,
             sliding_window=self.sliding_window,
         )
 
@@ -142,6 +161,33 @@ _SHAPES = (
     ("e4m3", 256, 16, 4),
 )
 
+# Trees of 32/8 heads at 4,096 tokens, the draft included: at batch 1, 8 and 32 the times of the
+# load-only kernel and, by query tokens, the targets.
+_TREE_BATCHES = (1, 8, 32)
+_TREE_LOAD_US = {("f16", 128): (6.3, 31.3, 118.1), ("e4m3", 128): (4.6, 17.6, 60.9)}
+_TREE_TARGETS_US: dict[tuple[str, int], dict[int, tuple[float | None, ...]]] = {
+    ("f16", 128): {
+        4: (10.0, 37.0, 130.0),
+        16: (10.5, 38.0, 135.0),
+        32: (15.0, 42.0, 160.0),
+        64: (18.0, 70.0, 290.0),
+        128: (24.0, 135.0, 600.0),
+    },
+    ("e4m3", 128): {16: (12.0, 31.0, 100.0)},
+    **{("f16", d): dict.fromkeys((4, 16, 32, 64, 128), (None,) * 3) for d in (64, 256)},
+}
+
+
+def _trees() -> Iterator[Cell]:
+    """Yield the cells of trees."""
+    for (kv_dtype, head_dim), targets in _TREE_TARGETS_US.items():
+        load_us = _TREE_LOAD_US.get((kv_dtype, head_dim), (None,) * 3)
+        for query_len, target_us in targets.items():
+            for batch, load, target in zip(_TREE_BATCHES, load_us, target_us, strict=True):
+                cell = Cell(kv_dtype, head_dim, 32, 8, (4096,) * batch, query_len=query_len)
+                yield cell._replace(known_load_us=load, known_target_us=target)
+
+
 # One long sequence among 31 short ones; its place must not matter.
 _RAGGED = {
     place: (*(1024,) * before, 65536, *(1024,) * (31 - before))
@@ -157,6 +203,7 @@ CELLS = (
         Cell("f16", 128, 32, 8, seq_lens, label=place, known_target_us=104.0)
         for place, seq_lens in _RAGGED.items()
     ),
+    *_trees(),
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctm_rt import driver
+from ctm_rt import driver, tree
 from ctm_rt.bench.grid import KV_NBYTES, Cell
 from ctm_rt.memory import DeviceArray
 from ctm_rt.paged_kv import TOKENS_PER_PAGE, UNUSED_PAGE_ENTRY
@@ -73,13 +73,17 @@ def _random_block(kv_dtype: str) -> Array:
 class Inputs(NamedTuple):
     """What else a cell's launches read; the first axis counts its sets, each with its own pages."""
 
-    q: Array
+    q: Array  # of trees with a query axis
     page_table: Array
     seq_lens: Array
+    tree_mask: Array | None  # of trees
 
 
 def make_inputs(cell: Cell) -> Inputs:
-    """Make random queries and shuffled pages; a page that is not seen has no entry."""
+    """Make random queries and shuffled pages; a page that is not seen has no entry.
+
+    Each token of a tree has two children.
+    """
     rng = np.random.default_rng(1)
     p, num_sets = cell.problem, cell.num_sets
     total = num_sets * cell.num_pages
@@ -90,9 +94,14 @@ def make_inputs(cell: Cell) -> Inputs:
     for b, (first, end) in enumerate(cell.page_spans):
         table[:, b, :, first:end] = ids[:, :, at : at + end - first]
         at += end - first
-    q = rng.standard_normal((num_sets, p.batch, p.num_q_heads, p.head_dim), np.float32)
+    tokens = (p.query_len,) if cell.is_tree else ()
+    q = rng.standard_normal((num_sets, p.batch, *tokens, p.num_q_heads, p.head_dim), np.float32)
     seq_lens = np.tile(np.array(cell.seq_lens, np.int32), (num_sets, 1))
-    return Inputs(q.astype(np.float16), table, seq_lens)
+    tree_mask = None
+    if cell.is_tree:
+        parents = (np.arange(p.query_len) - 1) // 2
+        tree_mask = np.tile(tree.mask([parents]), (num_sets, p.batch, 1, 1))
+    return Inputs(q.astype(np.float16), table, seq_lens, tree_mask)
 
 
 def split_sets(array: object) -> list[TensorView]:

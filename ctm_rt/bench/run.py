@@ -13,8 +13,8 @@ from ctm_rt.errors import CtmError, DriverError, ModuleError
 from ctm_rt.modules.store import find, store_roots
 
 COLUMNS = (
-    *("decode", "us", "load-only", "above", "TB/s", "us/floor", "us/target", "us/scaled"),
-    *("error", "kernel", "cluster", "groups", ""),
+    *("decode", "us", "load-only", "above", "x token", "TB/s", "TFLOP/s"),
+    *("us/floor", "us/target", "us/scaled", "error", "kernel", "cluster", "groups", ""),
 )
 
 
@@ -71,7 +71,9 @@ def table_row(row: dict[str, Any]) -> list[str]:
         "us": "{:.2f}",
         "load_us": "{:.2f}",
         "us_above_load": "{:+.2f}",
+        "us_over_token": "{:.2f}",
         "tb_per_s": "{:.2f}",
+        "tflop_per_s": "{:.0f}",
         "us_over_floor": "{:.3f}",
         "us_over_target": "{:.3f}",
         "us_over_scaled_target": "{:.3f}",

@@ -29,7 +29,7 @@ def decode_attention(
     workspace: Workspace | None = None,
     stream: Any = None,
 ) -> Any:
-    """Attend the query of each sequence to its paged KV cache; write and return ``out``.
+    """Attend the queries of each sequence to its paged KV cache; write and return ``out``.
 
     The arguments are those of ``bind_decode``, and two may be left out: ``out`` is then allocated,
     and ``workspace`` is one that all calls on this stream share. Temporaries may be dropped at
@@ -51,7 +51,8 @@ def decode_attention(
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree=tree_mask is not None,
+        tree_mask=_optional(tree_mask, "tree_mask"),
+        contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=handle,
     )
@@ -90,7 +91,8 @@ def bind_decode(
 
     Parameters
     ----------
-    q : (batch, num_q_heads, head_dim) or (batch, 1, num_q_heads, head_dim), f16
+    q : (batch, num_q_heads, head_dim) or (batch, query_len, num_q_heads, head_dim), f16
+        The last ``query_len`` cache positions, 1 to 128; more than one need a ``tree_mask``.
         ``num_q_heads`` is a multiple of ``num_kv_heads``: head h reads KV head h // ratio. All
         arrays are on one CUDA device; the innermost axis of each is contiguous, others may be
         strided.
@@ -100,15 +102,19 @@ def bind_decode(
         Row 0 lists the K pages of a sequence, row 1 its V pages, already offset by num_pages.
         Entries outside the pool make their keys invisible (``validate`` finds them). Entries past
         the length or left of the window are not read.
-    seq_lens : (batch,), i32, in tokens, the current one included; clamped to 0..max_pages * 128
+    seq_lens : (batch,), i32, in tokens, the queries included; clamped to 0..max_pages * 128
     scale : float; multiplies the scores, 1/sqrt(head_dim) is not assumed
-    out : like ``q``; overwritten, never read. A sequence without a visible key gives zeros.
+    out : like ``q``; overwritten, never read. A row without a visible key gives zeros.
     sinks : (num_q_heads,), f32, optional; natural-log logits that join the denominator unscaled
     sliding_window : int; keys attended, the current one included; 0 means all
     k_scale, v_scale : float; from stored to true values of an e4m3 pool, 1 for f16
     skip_softmax : not served yet
-    tree_mask, contiguous_query_swa
-        Tree decode over several query tokens: needs a module that is not exported yet.
+    tree_mask : (batch, query_len, mask_words), i32, optional
+        Bit j % 32 of word j // 32 of row i: query i sees draft key j, the key at query j's
+        position. Past keys are always seen, and nothing is causal: a row without its own bit does
+        not see itself. Bits at or past ``query_len`` may hold anything. ``ctm_rt.tree`` makes one.
+    contiguous_query_swa : bool
+        With a window in a tree: row i's own position ends its window, rather than the last row's.
     workspace : Workspace, optional; made for this launch when left out
         Two launches that may overlap must not share one.
     stream : int, object with ``__cuda_stream__`` or None
@@ -128,7 +134,8 @@ def bind_decode(
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree=tree_mask is not None,
+        tree_mask=_optional(tree_mask, "tree_mask"),
+        contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=driver.stream_handle(stream),
     )
@@ -143,5 +150,9 @@ def _views(
         view(page_table, "page_table"),
         view(seq_lens, "seq_lens"),
         view(out, "out"),
-        None if sinks is None else view(sinks, "sinks"),
+        _optional(sinks, "sinks"),
     )
+
+
+def _optional(array: Any, name: str) -> TensorView | None:
+    return None if array is None else view(array, name)

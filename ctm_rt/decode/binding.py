@@ -4,12 +4,12 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from ctm_rt import driver
 from ctm_rt.decode.plan import (
-    DecodeKernel,
+    MASK_WORD_BITS,
     DecodePlan,
     DecodeProblem,
     check,
@@ -18,10 +18,12 @@ from ctm_rt.decode.plan import (
     plan_decode,
 )
 from ctm_rt.decode.scratch import Scratch
+from ctm_rt.decode.tree_plan import plan_tree, tree_kernels
 from ctm_rt.errors import ArgumentError
 from ctm_rt.memory import Workspace
 from ctm_rt.modules.kernel import Kernel, Launch, load
-from ctm_rt.paged_kv import INT32_MAX
+from ctm_rt.modules.manifest import Manifest
+from ctm_rt.paged_kv import INT32_MAX, ceil_div
 from ctm_rt.tensor import HOST, DType, TensorView
 
 F16, E4M3 = DType("f16"), DType("e4m3")
@@ -29,9 +31,10 @@ F16, E4M3 = DType("f16"), DType("e4m3")
 _LOG2E = math.log2(math.e)
 _F32_MAX = (2 - 2**-23) * 2.0**127
 _AXES = {
-    "q": "(batch, num_q_heads, head_dim)",
+    "q": "(batch, num_q_heads, head_dim), or with query_len after batch",
     "kv_pool": "(2 * num_pages, 128, num_kv_heads, head_dim)",
     "page_table": "(batch, 2, max_pages)",
+    "tree_mask": "(batch, query_len, mask_words)",
 }
 
 
@@ -48,7 +51,8 @@ def bind_views(
     v_scale: float,
     sliding_window: int,
     skip_softmax: Any,
-    tree: bool,
+    tree_mask: TensorView | None,
+    contiguous_query_swa: bool,
     workspace: Scratch | None,
     stream: int,
 ) -> Launch:
@@ -62,7 +66,7 @@ def bind_views(
         float(k_scale * 1.0),
         float(v_scale * 1.0),
         operator.index(sliding_window),
-        tree,
+        None if tree_mask is None else (tree_mask[:-1], bool(contiguous_query_swa)),
         stream,
     )
     if call is None:
@@ -73,7 +77,7 @@ def bind_views(
     semaphores = workspace.semaphores(call.plan.semaphore_elems, stream=stream)
     owner = workspace if isinstance(workspace, Workspace) else None
     bound = _bind(call, scratch[:-1], semaphores[:-1])
-    owners = q, kv_pool, page_table, seq_lens, out, sinks, scratch, semaphores
+    owners = q, kv_pool, page_table, seq_lens, out, sinks, tree_mask, scratch, semaphores
     return bound.keeping(owners, owner)
 
 
@@ -100,10 +104,13 @@ def _check(
     k_scale: float,
     v_scale: float,
     window: int,
-    tree: bool,
+    tree: tuple[_Values, bool] | None,
     stream: int,
 ) -> _Call | None:
-    """Check what only decode knows, and plan; None where the shapes hold no key or no row."""
+    """Check what only decode knows, and plan; None where the shapes hold no key or no row.
+
+    ``tree`` is the mask, and whether each row has a window of its own.
+    """
     q, kv_pool, page_table, seq_lens, out = map(_view, arrays)
     device = on_device("q", q)
     if 0 in q.shape:
@@ -111,7 +118,7 @@ def _check(
     if len(q.shape) not in (3, 4):
         raise ArgumentError("q", _AXES["q"], q.shape)
     query_len = q.shape[1] if len(q.shape) == 4 else 1
-    if query_len > 1 and not tree:
+    if query_len > 1 and tree is None:
         raise ArgumentError("tree_mask", f"a mask for {query_len} query tokens", None)
     batch, *_, num_q_heads, head_dim = q.shape
     pool_pages, _, num_kv_heads, _ = _shape("kv_pool", kv_pool)
@@ -125,28 +132,49 @@ def _check(
         raise ArgumentError("sliding_window", "0 or more tokens", window)
     fp8 = kv_pool.dtype is E4M3
     window = min(window, INT32_MAX)
-    shape = batch, num_q_heads, num_kv_heads, head_dim, max_pages, fp8, query_len, tree, window
+    extents = batch, num_q_heads, num_kv_heads, head_dim, max_pages
+    shape = *extents, fp8, query_len, tree is not None, window
     module = _module(*shape)
     scale_log2 = _scale_log2(scale, k_scale, v_scale, fp8)
+    if tree is None:
+        with_axes, of_tree = _without_query_axis, {}
+    else:
+        with_axes, of_tree = _with_query_axis, _tree_arguments(*tree, query_len, window)
     if not (pool_pages and max_pages):
         return None
     kernel = load(module, device=device, stream=stream)
     plan = _plan(kernel, driver.num_sms(device), *shape)
     arguments = {
-        "q": _without_query_axis(q),
+        "q": with_axes(q),
         "kv_pool": kv_pool,
         "page_table": page_table,
         "seq_lens": seq_lens,
         "sinks": None if sinks is None else _view(sinks),
-        "out": _without_query_axis(out),
+        "out": with_axes(out),
         "scale_log2": scale_log2,
         "v_scale": v_scale,
         "sliding_window": window,
         "kernel": plan.kernel,
         "num_groups": plan.num_groups,
         "spare_groups": plan.spare_groups,
+        **of_tree,
     }
     return _Call(kernel, plan, arguments)
+
+
+def _tree_arguments(
+    mask: _Values, contiguous_query_swa: bool, query_len: int, window: int
+) -> dict[str, Any]:
+    """Return what the module of a tree takes beside what every module does."""
+    tree_mask = _view(mask)
+    _, _, words = _shape("tree_mask", tree_mask)
+    least = ceil_div(query_len, MASK_WORD_BITS)
+    if words < least:
+        raise ArgumentError("tree_mask", f"at least {least} words for {query_len} tokens", words)
+    return {
+        "tree_mask": tree_mask,
+        "contiguous_query_swa": int(contiguous_query_swa and window > 0),
+    }
 
 
 @lru_cache(maxsize=1024)
@@ -189,13 +217,11 @@ def _module(*shape: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _plan(kernel: Kernel, num_sms: int, *shape: Any) -> DecodePlan:
-    return plan_decode(DecodeProblem(*shape), num_sms=num_sms, kernels=_kernels(kernel))
-
-
-@cache  # a kernel stays, once it is loaded
-def _kernels(kernel: Kernel) -> tuple[DecodeKernel, ...]:
-    manifest: Any = kernel.manifest  # there is one: the kernel was asked for by name
-    return decode_kernels(manifest.config)
+    problem = DecodeProblem(*shape)
+    manifest = cast(Manifest, kernel.manifest)  # there is one: the kernel was asked for by name
+    if problem.tree:
+        return plan_tree(problem, num_sms=num_sms, kernels=tree_kernels(manifest.config))
+    return plan_decode(problem, num_sms=num_sms, kernels=decode_kernels(manifest.config))
 
 
 def _scale_log2(scale: float, k_scale: float, v_scale: float, fp8: bool) -> float:
@@ -222,6 +248,13 @@ def _without_query_axis(array: TensorView) -> TensorView:
         return array
     (batch, _, *shape), (step, _, *strides) = array.shape, array.strides
     return array._replace(shape=(batch, *shape), strides=(step, *strides))
+
+
+def _with_query_axis(array: TensorView) -> TensorView:
+    if len(array.shape) != 3:
+        return array
+    (batch, *shape), (step, *strides) = array.shape, array.strides
+    return array._replace(shape=(batch, 1, *shape), strides=(step, step, *strides))
 
 
 def on_device(name: str, array: TensorView) -> int:

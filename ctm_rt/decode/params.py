@@ -28,7 +28,9 @@ class CtmDecodeParams:
     sinks: Any = None
     """[num_q_heads] f32 logits, or None."""
     tree_mask: Any = None
-    """[batch, q_seq_len, mask_words] i32; bit j % 32 of word j // 32 of row i: i sees draft j."""
+    """[batch, q_seq_len, mask_words] i32; bit j % 32 of word j // 32 of row i: i sees draft j.
+
+    Bits at or past ``q_seq_len`` may hold anything. Only for a tree."""
     workspace: Any = None
     """f32 scratch of ``workspace_elems()`` or ``tree_workspace_elems()``."""
     semaphores: Any = None

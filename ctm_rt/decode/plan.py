@@ -8,9 +8,10 @@ The keys of one (sequence, KV head) are cut into tiles and dealt to ``groups`` c
 it. The CTAs of a cluster merge among themselves, groups through the workspace.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar
 
 from ctm_rt.errors import ArgumentError
 from ctm_rt.paged_kv import INT32_MAX, TOKENS_PER_PAGE, ceil_div
@@ -18,24 +19,24 @@ from ctm_rt.paged_kv import INT32_MAX, TOKENS_PER_PAGE, ceil_div
 HEAD_DIMS = (32, 64, 128, 256, 512)
 MAX_GQA_RATIO = 8  # f16, one query token, head_dim below 128
 MAX_GQA_RATIO_R16 = 16  # everything else
-MAX_TREE_QUERY_SEQ_LEN = 128  # four mask words
+MAX_TREE_QUERY_SEQ_LEN = 128
+MASK_WORD_BITS = 32  # draft keys that a word of a tree mask tells of
 
 HEADS_PER_TILE = 8  # query heads
 MAX_GROUPS = 64  # of one sequence: the group that merges weighs two per lane
 MAX_BALANCED_BATCH = 1024  # every CTA of a balanced launch reads all lengths
-TREE_ROWS = 64  # (token, head) rows of one CTA in tree decode
 MAX_SMS = 256  # SMs beyond these are not used, so that sizes do not depend on the GPU
 
 # Measured on an H200, which has 132 SMs; counts of CTAs are in proportion elsewhere.
 _MEASURED_SMS = 132
 # The CTAs of a launch up to which clusters of a size run all at once: of 16, one per GPC.
-_CLUSTER_CTAS = {16: 64, 8: 64, 4: 96, 2: 128}
+CLUSTER_CTAS = {16: 64, 8: 64, 6: 96, 4: 96, 3: 96, 2: 128}
 # And up to which groups are added: to clusters (a second group costs 2 us, which only sequences
 # that are long for a CTA win back), and to CTAs without.
 _GROUP_CTAS_CLUSTERS, _GROUP_CTAS_LONG, _GROUP_CTAS = 32, 64, 128
 # Beyond so many tokens per CTA one long sequence would outlast the others in its few CTAs.
-_MAX_TOKENS_PER_CTA = 4096
-_MIN_BALANCED_TOKENS = 2048  # up to this capacity lengths cannot differ by much
+MAX_TOKENS_PER_CTA = 4096
+MIN_BALANCED_TOKENS = 2048  # up to this capacity lengths cannot differ by much
 _SPARE_GROUPS_PER_SM = 3  # counting one per KV head: with 2 ragged batches take 2 % longer
 
 
@@ -96,10 +97,18 @@ class DecodePlan:
         return self.cluster * groups
 
 
+_Kernel = TypeVar("_Kernel")
+
+
+def read_kernels(config: dict[str, Any], record: Callable[..., _Kernel]) -> tuple[_Kernel, ...]:
+    """Return the kernels of a module, each as a ``record``, from its manifest's ``config``."""
+    names = signature(record).parameters
+    return tuple(record(*(row[name] for name in names)) for row in config["kernels"])
+
+
 def decode_kernels(config: dict[str, Any]) -> tuple[DecodeKernel, ...]:
-    """Return the kernels of a module from its manifest's ``config``."""
-    names = [field.name for field in fields(DecodeKernel)]
-    return tuple(DecodeKernel(*(row[name] for name in names)) for row in config["kernels"])
+    """Return the kernels of a module of single-token decode."""
+    return read_kernels(config, DecodeKernel)
 
 
 def gqa_ratio(num_q_heads: int, num_kv_heads: int) -> int:
@@ -196,45 +205,51 @@ def _choices(
     """Yield what can serve ``p``, best first: a kernel, ``num_groups`` and ``spare_groups``."""
     head_tiles = ceil_div(p.num_q_heads // p.num_kv_heads, HEADS_PER_TILE)
     fitting = {i: kernel for i, kernel in enumerate(kernels) if kernel.head_tiles == head_tiles}
-    cluster = _cluster(p, num_sms, {kernel.cluster for kernel in fitting.values()})
+    clusters = {kernel.cluster for kernel in fitting.values()}
+    cluster = largest_cluster(p, p.batch * p.num_kv_heads, num_sms, clusters)
     for i, kernel in fitting.items():
         num_groups, spare_groups = _groups(p, num_sms, cluster, kernel.tile_tokens)
-        tokens = ceil_div(_capacity(p), cluster * num_groups)  # of a CTA
+        tokens = ceil_div(capacity(p), cluster * num_groups)  # of a CTA
         if kernel.cluster == cluster and (not kernel.max_tokens or tokens <= kernel.max_tokens):
             yield i, num_groups, spare_groups
 
 
-def _cluster(p: DecodeProblem, num_sms: int, clusters: Iterable[int]) -> int:
-    """Return the largest of the module's ``clusters`` of which all run at once."""
-    ctas = p.batch * p.num_kv_heads
-    few = [c for c in clusters if c > 1 and ctas * c <= _on(num_sms, _CLUSTER_CTAS[c])]
+def largest_cluster(p: DecodeProblem, units: int, num_sms: int, clusters: Iterable[int]) -> int:
+    """Return the largest of the module's ``clusters`` of which ``units`` run all at once."""
+    few = [c for c in clusters if c > 1 and units * c <= on_sms(num_sms, CLUSTER_CTAS[c])]
     cluster = max(few, default=1)
-    too_long = p.batch > 1 and _capacity(p) > cluster * _MAX_TOKENS_PER_CTA
+    too_long = p.batch > 1 and capacity(p) > cluster * MAX_TOKENS_PER_CTA
     return 1 if too_long else cluster
 
 
 def _groups(p: DecodeProblem, num_sms: int, cluster: int, tile_tokens: int) -> tuple[int, int]:
     """Return ``num_groups`` and ``spare_groups``."""
-    capacity = _capacity(p)
-    if cluster == 1 and 1 < p.batch <= MAX_BALANCED_BATCH and capacity > _MIN_BALANCED_TOKENS:
+    if is_balanced(p, cluster):
         return 1, ceil_div(_SPARE_GROUPS_PER_SM * num_sms, p.num_kv_heads)
-    long = capacity > cluster * _MAX_TOKENS_PER_CTA
+    long = capacity(p) > cluster * MAX_TOKENS_PER_CTA
     clusters = _GROUP_CTAS_LONG if long else _GROUP_CTAS_CLUSTERS
-    room = _on(num_sms, _GROUP_CTAS if cluster == 1 else clusters)
+    room = on_sms(num_sms, _GROUP_CTAS if cluster == 1 else clusters)
     room //= p.batch * p.num_kv_heads * cluster
     tiles = ceil_div(p.max_pages * TOKENS_PER_PAGE, tile_tokens * cluster)
     return max(1, min(MAX_GROUPS, room, tiles)), 0
 
 
-def _capacity(p: DecodeProblem) -> int:
+def is_balanced(p: DecodeProblem, cluster: int) -> bool:
+    """Return whether the lengths of a batch may differ by enough to be evened out on the device."""
+    many = 1 < p.batch <= MAX_BALANCED_BATCH
+    return cluster == 1 and many and capacity(p) > MIN_BALANCED_TOKENS
+
+
+def capacity(p: DecodeProblem) -> int:
     """Return the most tokens of a sequence that are read, those that share a page with them too."""
     pages = p.max_pages
     if p.sliding_window:
-        pages = min(pages, ceil_div(p.sliding_window, TOKENS_PER_PAGE) + 1)
+        seen = p.sliding_window + p.query_len - 1  # by any row, where each has an edge of its own
+        pages = min(pages, ceil_div(seen, TOKENS_PER_PAGE) + 1)
     return pages * TOKENS_PER_PAGE
 
 
-def _on(num_sms: int, ctas: int) -> int:
+def on_sms(num_sms: int, ctas: int) -> int:
     """Return for a GPU of ``num_sms`` SMs what was measured to be ``ctas``."""
     return ctas * num_sms // _MEASURED_SMS
 
@@ -254,7 +269,7 @@ def workspace_elems(batch: int, num_q_heads: int, head_dim: int) -> int:
 
 def semaphore_elems(batch: int, num_kv_heads: int) -> int:
     """Return the i32 counters that serve every plan of single-token decode."""
-    return batch * num_kv_heads * max(_CLUSTER_CTAS)
+    return batch * num_kv_heads * max(CLUSTER_CTAS)
 
 
 def partial_elems(head_dim: int, cluster: int) -> int:
@@ -263,17 +278,3 @@ def partial_elems(head_dim: int, cluster: int) -> int:
     The CTAs of a cluster own a slice of the dimensions each.
     """
     return head_dim + 2 * cluster
-
-
-def tree_workspace_elems(
-    batch: int, query_len: int, num_q_heads: int, num_kv_heads: int, head_dim: int
-) -> int:
-    """Return the f32 scratch that holds every plan of tree decode, on any GPU; never shrinks."""
-    units = tree_semaphore_elems(batch, query_len, num_q_heads, num_kv_heads)
-    return min(units * MAX_GROUPS, MAX_SMS) * TREE_ROWS * partial_elems(head_dim, 1)
-
-
-def tree_semaphore_elems(batch: int, query_len: int, num_q_heads: int, num_kv_heads: int) -> int:
-    """Return the i32 counters of tree decode: one per sequence, KV head and block of rows."""
-    ratio = ceil_div(num_q_heads, max(num_kv_heads, 1))
-    return batch * num_kv_heads * ceil_div(query_len * ratio, TREE_ROWS)

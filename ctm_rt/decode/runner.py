@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ctm_rt import driver
 from ctm_rt.decode import plan as planning
+from ctm_rt.decode import tree_plan
 from ctm_rt.decode.binding import E4M3, F16, bind_views
 from ctm_rt.decode.params import CtmDecodeParams
 from ctm_rt.decode.plan import DecodeProblem
@@ -67,8 +68,8 @@ class CtmDecodeAttentionRunner:
 
     workspace_elems = staticmethod(planning.workspace_elems)
     semaphore_elems = staticmethod(planning.semaphore_elems)
-    tree_workspace_elems = staticmethod(planning.tree_workspace_elems)
-    tree_semaphore_elems = staticmethod(planning.tree_semaphore_elems)
+    tree_workspace_elems = staticmethod(tree_plan.tree_workspace_elems)
+    tree_semaphore_elems = staticmethod(tree_plan.tree_semaphore_elems)
 
     @staticmethod
     def run(params: CtmDecodeParams) -> bool:
@@ -118,6 +119,7 @@ def _launch(p: CtmDecodeParams) -> None:
     rows = p.batch_size, *tokens, p.num_q_heads, p.head_size
     pool = 2 * p.num_pages, TOKENS_PER_PAGE, p.num_kv_heads, p.head_size
     table = p.batch_size, 2, p.max_pages_per_seq
+    mask = p.batch_size, p.q_seq_len, p.mask_words
     stream = driver.stream_handle(p.stream)
     launch = bind_views(
         _buffer("q", p.q, rows, F16, device),
@@ -131,7 +133,8 @@ def _launch(p: CtmDecodeParams) -> None:
         v_scale=p.v_scale if p.fp8_kv_cache else 1.0,
         sliding_window=p.sliding_window,
         skip_softmax=None,
-        tree=tree,
+        tree_mask=_buffer("tree_mask", p.tree_mask, mask, I32, device) if tree else None,
+        contiguous_query_swa=p.contiguous_query_swa,
         workspace=_CallerScratch(p, device),
         stream=stream,
     )

@@ -252,8 +252,9 @@ class Merge:
     def weigh(self, cta, groups):
         """Leave in shared memory what each group's accumulators count: a warp a head."""
         lane, warp = cta.tid & 31, cute.arch.make_warp_uniform(cta.tid >> 5)
-        for i in range_constexpr(-(-self.layout.max_heads // self.shape.warps)):
-            head = warp + i * self.shape.warps
+        warps = self.layout.threads // 32
+        for i in range_constexpr(-(-self.layout.max_heads // warps)):
+            head = warp + i * warps
             if head < cta.heads:
                 maxima = [Float32(ptx.NEG_INF), Float32(ptx.NEG_INF)]
                 sums = [Float32(0.0), Float32(0.0)]

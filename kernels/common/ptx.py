@@ -78,6 +78,15 @@ def pack_f16x2(low, high):
     return asm("cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", (Uint32,), (low, high))
 
 
+def f16x2_to_f32x2(word):
+    return asm(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
+        (Float32, Float32),
+        (word,),
+    )
+
+
 def e4m3x4_to_f16x2x2(word):
     """Convert four e4m3 bytes to two f16 pairs, exactly (every e4m3 value is an f16 value)."""
     return asm(
@@ -96,6 +105,30 @@ def exp2(x):
     return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", (Float32,), (x,))
 
 
+def exp2_scaled(x, scale, shift):
+    """Return exp2(x * scale + shift), rounded once before the exponential."""
+    return asm(
+        "{ .reg .f32 t; fma.rn.f32 t, {$r0}, {$r1}, {$r2}; ex2.approx.ftz.f32 {$w0}, t; }",
+        (Float32,),
+        (x, scale, shift),
+    )
+
+
+def reciprocal_approx(x):
+    """Within one unit in the last place; 0 of infinity, infinity of 0 and of what is next to it."""
+    return asm("rcp.approx.ftz.f32 {$w0}, {$r0};", (Float32,), (x,))
+
+
+def mul_rn(a, b):
+    """Multiply, never contracted with an addition."""
+    return asm("mul.rn.f32 {$w0}, {$r0}, {$r1};", (Float32,), (a, b))
+
+
+def funnel_shift_right(low, high, shift):
+    """Return the lower half of (high, low) >> (shift % 32)."""
+    return asm("shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};", (Uint32,), (low, high, shift))
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -103,8 +136,9 @@ def ld_global_i32(address):
     return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Int32,), (address,))
 
 
-def ld_global_f32(address):
-    return asm("ld.global.nc.f32 {$w0}, [{$r0}];", (Float32,), (address,))
+def ld_global_f32(address, predicate=None):
+    """Undefined where there is a predicate and it is false."""
+    return asm("ld.global.nc.f32 {$w0}, [{$r0}];", (Float32,), (address,), predicate)
 
 
 def ld_l2_f32x4(address):
@@ -134,6 +168,14 @@ def st_global_u32x2(address, values, predicate=None):
     asm("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", inputs=(address, *values), predicate=predicate)
 
 
+def st_global_u32x4(address, values, predicate=None):
+    asm(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        inputs=(address, *values),
+        predicate=predicate,
+    )
+
+
 def st_global_i32(address, value):
     asm("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", inputs=(address, value))
 
@@ -157,6 +199,18 @@ def ld_shared_f32x4(smem):
 
 def ld_shared_u32x2(smem):
     return asm("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (smem,))
+
+
+def ld_shared_u32(smem):
+    return asm("ld.shared.b32 {$w0}, [{$r0}];", (Uint32,), (smem,))
+
+
+def ld_shared_u32x4(smem):
+    return asm("ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", (Uint32,) * 4, (smem,))
+
+
+def st_shared_u32x4(smem, values):
+    asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", inputs=(smem, *values))
 
 
 def ld_shared_i32(smem):
@@ -186,9 +240,15 @@ def st_shared_i32(smem, value):
 # --- memory barriers -----------------------------------------------------------------------------
 
 
-def mbarrier_init(smem, predicate):
-    """Make a barrier for one arrival and the bytes it announces; ``fence_mbarrier_init`` next."""
-    asm("mbarrier.init.shared::cta.b64 [{$r0}], 1;", inputs=(smem,), predicate=predicate)
+def mbarrier_init(smem, predicate, arrivals=1):
+    """Make a barrier for arrivals and the bytes they announce; ``fence_mbarrier_init`` next."""
+    asm(
+        f"mbarrier.init.shared::cta.b64 [{{$r0}}], {arrivals};", inputs=(smem,), predicate=predicate
+    )
+
+
+def mbarrier_arrive(smem, predicate):
+    asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", inputs=(smem,), predicate=predicate)
 
 
 def fence_mbarrier_init():
@@ -204,9 +264,10 @@ def mbarrier_expect(smem, nbytes, predicate):
     )
 
 
-def mbarrier_done(smem, phase):
+def mbarrier_done(smem, phase, scope="cluster"):
+    """Return whether the barrier's phase is over; at the scope of a cluster that empties L1."""
     return asm(
-        "{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+        f"{{ .reg .pred done; mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 "
         "done, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, done; }",
         (Int32,),
         (smem, phase),
@@ -215,6 +276,10 @@ def mbarrier_done(smem, phase):
 
 def fence_proxy_async():
     asm("fence.proxy.async.shared::cta;")
+
+
+def prefetch_tensor_map(tensor_map, predicate):
+    asm("prefetch.tensormap [{$r0}];", inputs=(tensor_map,), predicate=predicate)
 
 
 def tensor_copy_5d(smem, tensor_map, coordinates, barrier, predicate):
@@ -252,6 +317,15 @@ def st_async_f32x4(peer, values, peer_barrier, predicate):
     )
 
 
+def st_async_u32x4(peer, words, peer_barrier, predicate):
+    asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        inputs=(peer, *words, peer_barrier),
+        predicate=predicate,
+    )
+
+
 def st_async_f32x2(peer, values, peer_barrier, predicate):
     asm(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
@@ -267,6 +341,16 @@ def st_async_f32x2(peer, values, peer_barrier, predicate):
 def barrier(index, threads):
     """Wait for ``threads`` threads of the CTA at one of its sixteen barriers."""
     asm(f"bar.sync {{$r0}}, {threads};", inputs=(index,))
+
+
+def barrier_any(index, threads, flag):
+    """Wait as ``barrier`` does; return whether the flag of any of the threads is not 0."""
+    return asm(
+        "{ .reg .pred mine, any; setp.ne.b32 mine, {$r1}, 0; "
+        f"barrier.cta.red.or.pred any, {{$r0}}, {threads}, mine; selp.b32 {{$w0}}, 1, 0, any; }}",
+        (Int32,),
+        (index, flag),
+    )
 
 
 # --- warp ----------------------------------------------------------------------------------------

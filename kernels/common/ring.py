@@ -34,8 +34,8 @@ class Tile(NamedTuple):
 class AsyncCopy:
     """16 bytes a lane by cp.async: every architecture from sm_80."""
 
-    def __init__(self, layout: SlotLayout):
-        self.layout = layout
+    def __init__(self, layout: SlotLayout, lanes: int = 32):
+        self.layout, self.lanes = layout, lanes
         self.row_chunks = layout.row_nbytes // 16
 
     def map_pool(self, kv_pool, kv_nbytes, page_tokens):
@@ -76,7 +76,7 @@ class AsyncCopy:
         v_address = in_page + Int64(tile.v_page) * source.page_nbytes
         first = source.lane_row + tile.first
         slot = source.ring + stage * layout.slot_nbytes
-        rows_at_once = 32 // self.row_chunks
+        rows_at_once = self.lanes // self.row_chunks
         for row in range(0, layout.rows, rows_at_once):
             nbytes = ptx.select(Uint32(first + row) < Uint32(tile.span), Int32(16), Int32(0))
             away = source.token_nbytes * row

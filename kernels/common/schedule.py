@@ -12,8 +12,11 @@ TILES_PER_FETCH = 32  # page ids are fetched one tile a lane
 
 
 class Schedule:
-    def __init__(self, tile_tokens: int, warp_tokens: int):
+    """``split_equal``: few sequences get several groups each, though none is longer than others."""
+
+    def __init__(self, tile_tokens: int, warp_tokens: int, split_equal: bool = False):
         self.tile_tokens, self.warp_tokens = tile_tokens, warp_tokens
+        self.split_equal = split_equal
 
     def clamp_length(self, length, max_pages):
         return cutlass.min(cutlass.max(length, Int32(0)), max_pages * TOKENS_PER_PAGE)
@@ -35,8 +38,9 @@ class Schedule:
     def balance(self, lengths, batch, max_pages, sliding_window, spare_groups, work, lane):
         """Return (sequence, group, groups) of the ``work``-th group of the batch.
 
-        A sequence gets one group; one of more than 1.5 times the mean's tiles gets groups in
-        proportion: with ``budget`` tiles a group, rounded, they are at most batch + spare_groups.
+        A sequence gets one group; one of more than 1.5 times the mean's tiles, or any with
+        ``split_equal``, gets groups in proportion: with ``budget`` tiles a group, rounded, they are
+        at most batch + spare_groups.
         Past the last, group is not below groups.
         """
         total = Int32(0)
@@ -53,9 +57,10 @@ class Schedule:
         while (first < batch) & (groups == 0):
             tiles = self.count_tiles(lengths, first + lane, batch, max_pages, sliding_window)
             wanted = cutlass.max((2 * tiles + budget) // (2 * budget), Int32(1))
-            # Splitting what is no longer than the others costs a merge: 64/4 heads, batch 32 of
-            # 4,096 tokens 72 us in two groups each, 65 in one.
-            wanted = ptx.select(tiles > mean + (mean >> 1), wanted, Int32(1))
+            if const_expr(not self.split_equal):
+                # Splitting what is no longer than the others costs a merge: 64/4 heads, batch 32 of
+                # 4,096 tokens 72 us in two groups each, 65 in one.
+                wanted = ptx.select(tiles > mean + (mean >> 1), wanted, Int32(1))
             mine = ptx.select(
                 first + lane < batch, cutlass.min(wanted, Int32(MAX_GROUPS)), Int32(0)
             )

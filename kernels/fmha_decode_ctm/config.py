@@ -97,12 +97,12 @@ _LARGE_SMEM_16_HEADS = {
 
 # Bytes of shared memory one CTA may have, where not 227 KB of an SM's 228 (CUDA programming guide,
 # compute capabilities table); each CTA takes 1 KB more.
-_SMEM_NBYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 120: 101_376, 121: 101_376}
+SMEM_NBYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 120: 101_376, 121: 101_376}
 
 
 def decode_config(kv_dtype: str, head_dim: int, gpu_arch: str) -> DecodeConfig:
     number = int(re.fullmatch(r"sm_(\d+)[af]?", gpu_arch)[1])
-    key, smem_nbytes = (kv_dtype, head_dim), _SMEM_NBYTES.get(number)
+    key, smem_nbytes = (kv_dtype, head_dim), SMEM_NBYTES.get(number)
     config = DecodeConfig(kv_dtype, head_dim, number >= 90, ())
     shapes = list(_LARGE_SMEM[key])
     if kv_dtype == "e4m3" or head_dim >= 128:  # ratios up to 16
@@ -143,6 +143,6 @@ def load_config(kv_dtype: str, head_dim: int, gpu_arch: str) -> DecodeConfig:
     shape = KernelShape(1, 4, token_tiles, stages, load_only=True)
     config = replace(decode_config(kv_dtype, head_dim, gpu_arch), kernels=(shape,))
     number = int(re.sub(r"\D", "", gpu_arch))
-    if number in _SMEM_NBYTES:
-        config = replace(config, kernels=(_fit(config, _SMEM_NBYTES[number]),))
+    if number in SMEM_NBYTES:
+        config = replace(config, kernels=(_fit(config, SMEM_NBYTES[number]),))
     return config

@@ -18,15 +18,26 @@ def _context() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes a ``module`` on each decode module that this GPU can run."""
-    if "module" in metafunc.fixturenames:
-        modules = decode_modules() or [None]
-        ids = [module.name if module else "none" for module in modules]
-        metafunc.parametrize("module", modules, ids=ids, indirect=True)
+    for name, family in (("module", "fmha_decode"), ("tree_module", "fmha_decode_tree")):
+        if name in metafunc.fixturenames:
+            modules = decode_modules(family) or [None]
+            ids = [module.name if module else "none" for module in modules]
+            metafunc.parametrize(name, modules, ids=ids, indirect=True)
 
 
 @pytest.fixture
 def module(request: pytest.FixtureRequest) -> Module:
     """A decode module; that there is none to test is a failure."""
+    return _required(request)
+
+
+@pytest.fixture
+def tree_module(request: pytest.FixtureRequest) -> Module:
+    """A module of tree decode; likewise."""
+    return _required(request)
+
+
+def _required(request: pytest.FixtureRequest) -> Module:
     if request.param is None:
         pytest.fail(
             "no decode module in the store that this GPU can run; `make kernels` exports them"

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import cuda.bindings.driver as cu
 import numpy as np
@@ -14,7 +15,6 @@ import numpy as np
 import ctm_rt
 from ctm_rt import driver
 from ctm_rt.decode import plan
-from ctm_rt.decode.plan import DecodeKernel
 from ctm_rt.memory import DeviceArray
 from ctm_rt.modules.kernel import Kernel
 from ctm_rt.modules.manifest import HOST
@@ -30,7 +30,7 @@ TOLERANCE = 6e-4  # of a sequence's norm: f16 probabilities and output, nothing 
 HALF_STEP = 2.0**-25  # of f16 next to zero, where a sink leaves next to nothing for the values
 
 
-def decode_modules() -> list[Module]:
+def decode_modules(family: str = "fmha_decode") -> list[Module]:
     """Return the decode modules in the store that this GPU can run; all, where there is no GPU."""
     try:
         archs = runnable_archs(driver.compute_capability(DEVICE))
@@ -38,7 +38,7 @@ def decode_modules() -> list[Module]:
         archs = None
     found = set()
     for path in (entry.path for entry in list_modules(store_roots())):
-        parts = re.fullmatch(r"fmha_decode_(f16|e4m3)_d(\d+)", path.stem)
+        parts = re.fullmatch(family + r"_(f16|e4m3)_d(\d+)", path.stem)
         arch, host = path.parts[-3:-1]
         if parts and host == HOST and (archs is None or arch in archs):
             found.add(Module(path.stem, parts[1], int(parts[2])))
@@ -135,19 +135,22 @@ class Call:
         )
         self.workspace = ctm_rt.Workspace(DEVICE) if workspace is None else workspace
         self.kernel = ctm_rt.load(module.name)
-        self.scratch = self.workspace.scratch(
-            plan.workspace_elems(inputs.batch, inputs.num_q_heads, module.head_dim)
-        )
-        self.semaphores = self.workspace.semaphores(
-            plan.semaphore_elems(inputs.batch, inputs.num_kv_heads)
-        )
+        elems, counters = self.sizes()
+        self.scratch = self.workspace.scratch(elems)
+        self.semaphores = self.workspace.semaphores(counters)
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how much scratch and how many counters hold every plan."""
+        inputs = self.inputs
+        elems = plan.workspace_elems(inputs.batch, inputs.num_q_heads, self.module.head_dim)
+        return elems, plan.semaphore_elems(inputs.batch, inputs.num_kv_heads)
 
     def bind(self, **changed: object) -> Callable[..., object]:
         """Bind through the public function, with some of its arguments changed."""
         arguments = self.arrays | self.inputs.scalars | {"out": self.out}
         return ctm_rt.bind_decode(**arguments | {"workspace": self.workspace} | changed)
 
-    def kernels(self) -> dict[int, DecodeKernel]:
+    def kernels(self) -> dict[int, Any]:
         """Return the module's kernels that can serve the call, by their index."""
         ratio = self.inputs.num_q_heads // self.inputs.num_kv_heads
         table = plan.decode_kernels(self.kernel.manifest.config)
@@ -159,7 +162,7 @@ class Call:
     ) -> Callable[..., object]:
         """Bind a kernel of the module, or of a copy of it, dealt as a plan may not choose."""
         inputs = self.inputs
-        rows = (inputs.batch * num_groups + spare_groups) * inputs.num_q_heads
+        rows = self.partial_rows(num_groups, spare_groups)
         partial = plan.partial_elems(self.module.head_dim, self.kernels()[index].cluster)
         self.scratch = view(DeviceArray.empty((rows * partial,), DType("f32"), DEVICE))
         return (module or self.kernel).bind(
@@ -173,7 +176,17 @@ class Call:
             kernel=index,
             num_groups=num_groups,
             spare_groups=spare_groups,
+            **self.more_scalars,
         )
+
+    @property
+    def more_scalars(self) -> dict[str, int]:
+        """The module's own."""
+        return {}
+
+    def partial_rows(self, num_groups: int, spare_groups: int) -> int:
+        """Return how many rows of partial results a launch may leave."""
+        return (self.inputs.batch * num_groups + spare_groups) * self.inputs.num_q_heads
 
     def run_kernels(
         self, dealings: Sequence[tuple[int, int]] = DEALINGS
@@ -181,7 +194,7 @@ class Call:
         """Run each kernel that can serve the call, dealt in each way; yield what and ``out``."""
         for (index, kernel), dealing in itertools.product(self.kernels().items(), dealings):
             got = self.run(self.bind_kernel(index, *dealing))
-            yield f"cluster {kernel.cluster}, (num_groups, spare_groups) {dealing}", got
+            yield f"{kernel}, (num_groups, spare_groups) {dealing}", got
 
     def poison(self) -> None:
         """Fill with NaN what the launch must write before it reads, or not touch."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ctm_rt.decode.plan import max_gqa_ratio
 from ctm_rt.paged_kv import INT32_MAX
 from ctm_rt.paged_kv import TOKENS_PER_PAGE as PAGE
 from ctm_rt.reference import e4m3_to_float
@@ -28,7 +29,7 @@ class Module(NamedTuple):
     @property
     def max_ratio(self) -> int:
         """Query heads that may share a KV head."""
-        return 8 if self.kv_dtype == "f16" and self.head_dim < 128 else 16
+        return max_gqa_ratio(self.head_dim, self.kv_dtype == "e4m3", "_tree_" in self.name)
 
 
 @dataclass(frozen=True, eq=False)
