@@ -18,6 +18,7 @@ from ctm_rt.decode.plan import (
     plan_decode,
 )
 from ctm_rt.decode.scratch import Scratch
+from ctm_rt.decode.skip_softmax import counter_on_device, table_on_device
 from ctm_rt.errors import ArgumentError
 from ctm_rt.memory import Workspace
 from ctm_rt.modules.kernel import Kernel, Launch, load
@@ -51,19 +52,23 @@ def bind_views(
     tree: bool,
     workspace: Scratch | None,
     stream: int,
+    stats: TensorView | None = None,
 ) -> Launch:
     """Check, plan, take scratch and bind; what equal arguments gave before is found again."""
-    if skip_softmax is not None:
-        raise ArgumentError("skip_softmax", "None: dense attention only", type(skip_softmax))
+    table = counter = None
+    if skip_softmax is not None or stats is not None:
+        table, counter = _skipping(skip_softmax, stats, on_device("q", q), tree, stream)
     call = _check(
         (q[:-1], kv_pool[:-1], page_table[:-1], seq_lens[:-1], out[:-1]),
         None if sinks is None else sinks[:-1],
-        float(scale * 1.0),  # of any type that is a number, which a string is not
-        float(k_scale * 1.0),
-        float(v_scale * 1.0),
+        scale if type(scale) is float else _float(scale),
+        k_scale if type(k_scale) is float else _float(k_scale),
+        v_scale if type(v_scale) is float else _float(v_scale),
         operator.index(sliding_window),
         tree,
         stream,
+        None if table is None else table[:-1],
+        None if counter is None else counter[:-1],
     )
     if call is None:
         return _zeros(q, out)
@@ -73,8 +78,25 @@ def bind_views(
     semaphores = workspace.semaphores(call.plan.semaphore_elems, stream=stream)
     owner = workspace if isinstance(workspace, Workspace) else None
     bound = _bind(call, scratch[:-1], semaphores[:-1])
-    owners = q, kv_pool, page_table, seq_lens, out, sinks, scratch, semaphores
+    owners = q, kv_pool, page_table, seq_lens, out, sinks, scratch, semaphores, table, counter
     return bound.keeping(owners, owner)
+
+
+def _float(number: Any) -> float:
+    return float(number * 1.0)  # of any type that is a number, which a string is not
+
+
+def _skipping(
+    skip_softmax: Any, stats: TensorView | None, device: int, tree: bool, stream: int
+) -> tuple[TensorView | None, TensorView | None]:
+    """Return the table and the counter as the kernel takes them; None for dense attention."""
+    for name, value in (("skip_softmax", skip_softmax), ("stats", stats)):
+        if tree and value is not None:
+            raise ArgumentError(name, "None with a tree mask", type(value).__name__)
+    return (
+        None if skip_softmax is None else table_on_device(skip_softmax, device, stream),
+        None if stats is None else counter_on_device(stats, device),
+    )
 
 
 _Values = tuple[Any, ...]  # of a view, without its owner: ``view[:-1]``
@@ -102,6 +124,8 @@ def _check(
     window: int,
     tree: bool,
     stream: int,
+    skip_table: _Values | None,
+    skip_dropped: _Values | None,
 ) -> _Call | None:
     """Check what only decode knows, and plan; None where the shapes hold no key or no row."""
     q, kv_pool, page_table, seq_lens, out = map(_view, arrays)
@@ -125,7 +149,9 @@ def _check(
         raise ArgumentError("sliding_window", "0 or more tokens", window)
     fp8 = kv_pool.dtype is E4M3
     window = min(window, INT32_MAX)
+    shape: tuple[int, ...]
     shape = batch, num_q_heads, num_kv_heads, head_dim, max_pages, fp8, query_len, tree, window
+    shape = *shape, skip_table is not None
     module = _module(*shape)
     scale_log2 = _scale_log2(scale, k_scale, v_scale, fp8)
     if not (pool_pages and max_pages):
@@ -146,6 +172,9 @@ def _check(
         "num_groups": plan.num_groups,
         "spare_groups": plan.spare_groups,
     }
+    for name, values in (("skip_table", skip_table), ("skip_dropped", skip_dropped)):
+        if values is not None:  # kernels for trees do not have them
+            arguments[name] = _view(values)
     return _Call(kernel, plan, arguments)
 
 

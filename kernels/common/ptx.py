@@ -96,11 +96,28 @@ def exp2(x):
     return asm("ex2.approx.ftz.f32 {$w0}, {$r0};", (Float32,), (x,))
 
 
+def log2(x):
+    return asm("lg2.approx.f32 {$w0}, {$r0};", (Float32,), (x,))
+
+
+def max_nan(a, b):
+    """Return the larger; NaN if either is."""
+    return asm("max.NaN.f32 {$w0}, {$r0}, {$r1};", (Float32,), (a, b))
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
 def ld_global_i32(address):
     return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Int32,), (address,))
+
+
+def ld_global_u32(address):
+    return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Uint32,), (address,))
+
+
+def ld_global_u32x2(address):
+    return asm("ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (address,))
 
 
 def ld_global_f32(address):
@@ -141,6 +158,14 @@ def st_global_i32(address, value):
 def atomic_add_acq_rel(address, value):
     """Add at GPU scope; what this CTA wrote before is visible to whoever reads the sum."""
     return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
+
+
+def reduce_add_i32(address, value, predicate):
+    asm(
+        "red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};",
+        inputs=(address, value),
+        predicate=predicate,
+    )
 
 
 def ld_shared_f32(smem):
@@ -186,7 +211,7 @@ def st_shared_i32(smem, value):
 # --- memory barriers -----------------------------------------------------------------------------
 
 
-def mbarrier_init(smem, predicate):
+def mbarrier_init(smem, predicate=None):
     """Make a barrier for one arrival and the bytes it announces; ``fence_mbarrier_init`` next."""
     asm("mbarrier.init.shared::cta.b64 [{$r0}], 1;", inputs=(smem,), predicate=predicate)
 
@@ -195,7 +220,7 @@ def fence_mbarrier_init():
     asm("fence.mbarrier_init.release.cluster;")
 
 
-def mbarrier_expect(smem, nbytes, predicate):
+def mbarrier_expect(smem, nbytes, predicate=None):
     """Arrive, and announce ``nbytes`` that asynchronous copies will bring."""
     asm(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",
