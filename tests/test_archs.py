@@ -44,6 +44,7 @@ SHAPES = {  # batch, num_kv_heads, max_pages
     "a batch beyond balancing": (1100, 1, 17),
     "many short ones": (16, 70, 8),
     "short, a cluster of 16": (1, 4, 32),
+    "too long for halves of the heads": (1, 4, 300),
 }
 
 
