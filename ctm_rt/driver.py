@@ -21,6 +21,7 @@ _NOT_CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _Attribute = cu.CUdevice_attribute
 _Result = cu.CUresult
 _SUCCESS = _Result.CUDA_SUCCESS
+_NOT_READY = _Result.CUDA_ERROR_NOT_READY
 _init_lock = threading.Lock()
 
 
@@ -209,9 +210,11 @@ def is_capturing(stream: int, device: int | None = None) -> bool:
     else:
         with current(device):
             result = cu.cuStreamIsCapturing(stream)
+    if result[0] is _SUCCESS:
+        return result[1] is not _NOT_CAPTURING
     if result[0] is _Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
-    return check("cuStreamIsCapturing", result) is not _NOT_CAPTURING
+    raise error("cuStreamIsCapturing", result[0])
 
 
 def synchronize(stream: int, device: int) -> None:
@@ -284,16 +287,17 @@ def event_create(*, timing: bool = False) -> int:
 
 def event_record(event: int, stream: int) -> None:
     """Let the event stand for what is queued on the stream now."""
-    check("cuEventRecord", cu.cuEventRecord(event, stream))
+    status = cu.cuEventRecord(event, stream)[0]
+    if status is not _SUCCESS:
+        raise error("cuEventRecord", status)
 
 
 def event_done(event: int) -> bool:
     """Say whether the work that the event stands for is done."""
-    result = cu.cuEventQuery(event)
-    if result[0] == _Result.CUDA_ERROR_NOT_READY:
-        return False
-    check("cuEventQuery", result)
-    return True
+    status = cu.cuEventQuery(event)[0]
+    if status is not _SUCCESS and status is not _NOT_READY:
+        raise error("cuEventQuery", status)
+    return status is _SUCCESS
 
 
 def event_wait(event: int) -> None:

@@ -222,31 +222,44 @@ _held: dict[tuple[int, int], deque[tuple[int, object]]] = {}  # (device, stream)
 _idle_events: dict[int, deque[int]] = defaultdict(deque)
 
 
-def hold_until_done(owners: object, device: int, stream: int) -> None:
+def hold_until_done(owners: object, device: int, stream: int, *, may_capture: bool = True) -> None:
     """Keep ``owners`` alive until the work queued on the stream so far is done.
 
     They go with a later call of this, of ``release_done`` or of ``DeviceArray.empty``. On a
-    capturing stream nothing is held: whoever keeps the graph keeps what it uses.
+    capturing stream nothing is held: whoever keeps the graph keeps what it uses. ``may_capture``
+    is False where the caller has just asked.
     """
-    idle = _idle_events[device]
-    with driver.current(device):
-        if driver.is_capturing(stream):
-            return
-        try:
-            event = idle.pop()
-        except IndexError:
-            event = driver.event_create()
-        try:
-            driver.event_record(event, stream)
-        except DriverError:
-            idle.append(event)
-            raise
+    if stream > 2:  # knows its context, so that the thread needs none
+        event = _recorded(device, stream, may_capture)
+    else:
+        with driver.current(device):
+            event = _recorded(device, stream, may_capture)
+    if event is None:
+        return
     queue = _held.get((device, stream))
     if queue is None:
         queue = _held.setdefault((device, stream), deque())
     queue.append((event, owners))
     if len(queue) % _SWEEP_EVERY == 0:
         release_done()
+
+
+def _recorded(device: int, stream: int, may_capture: bool) -> int | None:
+    """Return an event that stands for what is queued now; None while the stream captures."""
+    if may_capture and driver.is_capturing(stream):
+        return None
+    idle = _idle_events[device]
+    try:
+        event = idle.pop()
+    except IndexError:
+        with driver.current(device):
+            event = driver.event_create()
+    try:
+        driver.event_record(event, stream)
+    except DriverError:
+        idle.append(event)
+        raise
+    return event
 
 
 def release_done() -> None:
@@ -262,21 +275,16 @@ def release_done() -> None:
                     entry = queue.popleft()
                 except IndexError:  # another thread was faster
                     break
-                if not _is_done(entry, queue):
+                is_done = False
+                try:
+                    is_done = driver.event_done(entry[0])
+                finally:
+                    if not is_done:
+                        queue.appendleft(entry)
+                if not is_done:
                     break
                 done.append(entry)
                 _idle_events[device].append(entry[0])
-
-
-def _is_done(entry: tuple[int, object], queue: deque[tuple[int, object]]) -> bool:
-    """Ask for the event of what was the oldest entry; unless it is done, put it back."""
-    done = False
-    try:
-        done = driver.event_done(entry[0])
-    finally:
-        if not done:
-            queue.appendleft(entry)
-    return done
 
 
 # ---- workspace ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ctm_rt.decode.plan import MAX_GROUPS, DecodePlan
+from ctm_rt.decode.plan import MAX_GROUPS, MAX_SPARE_GROUPS_PER_SM, DecodePlan
 from ctm_rt.paged_kv import TOKENS_PER_PAGE, ceil_div
 
 
@@ -50,6 +50,11 @@ class Dealing(NamedTuple):
                 yield Unit(sequence, row + group, first, tiles.stop, cluster, groups * cluster)
             row += groups
 
+    def partials(self) -> list[int]:
+        """Into how many partial results skip-softmax deals the pages of each sequence."""
+        pages = max(1, self.tile_tokens // TOKENS_PER_PAGE)  # of a tile, one to some of its warps
+        return [groups * self.plan.cluster * pages for groups in self._groups()]
+
     def _groups(self) -> list[int]:
         if not self.plan.spare_groups:
             return [self.plan.num_groups] * len(self.lengths)
@@ -57,5 +62,6 @@ class Dealing(NamedTuple):
         mean = sum(tiles) // len(tiles)
         budget = max(1, ceil_div(sum(tiles), self.plan.spare_groups))  # tiles of a group
         wanted = [min(max(1, (2 * n + budget) // (2 * budget)), MAX_GROUPS) for n in tiles]
-        longer = [self.tree or n > mean + mean // 2 for n in tiles]
-        return [w if split else 1 for split, w in zip(longer, wanted, strict=True)]
+        if self.tree or MAX_SPARE_GROUPS_PER_SM * len(tiles) < self.plan.spare_groups:
+            return wanted
+        return [w if n > mean + mean // 2 else 1 for n, w in zip(tiles, wanted, strict=True)]

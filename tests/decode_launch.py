@@ -15,15 +15,37 @@ from ml_dtypes import float8_e4m3fn
 
 import ctm_rt
 from ctm_rt import driver
-from ctm_rt.decode.plan import DecodeProblem, decode_kernels, module_name, plan_decode
+from ctm_rt.decode.plan import (
+    HEADS_PER_TILE,
+    DecodeProblem,
+    decode_kernels,
+    module_name,
+    plan_decode,
+)
+from ctm_rt.paged_kv import ceil_div
 from ctm_rt.reference import decode_attention as definition
+from ctm_rt.reference import dropped_pages
 
 PAGE = 128
-TENSORS = ("q", "kv_pool", "page_table", "seq_lens", "sinks", "out", "workspace", "semaphores")
+TENSORS = {  # dynamic extents, dynamic strides
+    "q": (2, 2),
+    "kv_pool": (2, 3),
+    "page_table": (2, 2),
+    "seq_lens": (1, 0),
+    "sinks": (1, 0),
+    "out": (2, 2),
+    "workspace": (1, 0),
+    "semaphores": (1, 0),
+}
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 FLOAT16 = 6  # CUtensorMapDataType
 TENSOR_MAP_NBYTES = 128  # kernels that copy by tensor maps get one first, as the fake encodes it
 SCALARS = ("scale_log2", "v_scale", "sliding_window", "num_groups", "spare_groups")
+NUM_OWN_SCALARS = 2  # of the kernel, behind those
+SKIPPING = {
+    "skip_table": (1, 0),
+    "skip_dropped": (0, 0),
+}  # tensors, behind those of kernels that do
 
 
 class Tensor(NamedTuple):
@@ -37,25 +59,40 @@ class Tensor(NamedTuple):
 def arguments(launch):
     """The kernel's parameters by name: a tensor is a pointer, i32 extents, i64 strides.
 
-    What follows the scalars of the plan is the kernel's own.
+    What follows the scalars of the plan is the kernel's own; then what skip-softmax needs.
     """
-    extents = dict(zip(TENSORS, (2, 2, 2, 1, 1, 2, 1, 1), strict=True))
-    strides = dict(zip(TENSORS, (2, 3, 2, 0, 0, 2, 0, 0), strict=True))
-    return unpack(launch, extents, strides, SCALARS)
+    tensors = {name: counts[0] for name, counts in TENSORS.items()}
+    strides = {name: counts[1] for name, counts in TENSORS.items()}
+    named = unpack(launch, tensors, strides, SCALARS)
+    rest = parameters(launch)[len(TENSORS) + len(SCALARS) + NUM_OWN_SCALARS :]
+    for (name, counts), raw in zip(SKIPPING.items(), rest, strict=False):
+        named[name] = tensor(raw, *counts)
+    return named
+
+
+def parameters(launch):
+    """The kernel's parameters but for a tensor map."""
+    return [raw for raw in launch.params if len(raw) != TENSOR_MAP_NBYTES]
 
 
 def unpack(launch, extents, strides, scalars):
     """Name the parameters, given the numbers of extents and of outer strides of the tensors."""
-    params = [raw for raw in launch.params if len(raw) != TENSOR_MAP_NBYTES]
-    named = {}
-    for name, raw in zip(extents, params, strict=False):
-        form = f"<q{extents[name]}i{extents[name] % 2 * 4}x"
-        ptr, *shape = struct.unpack_from(form, raw)
-        outer = struct.unpack_from(f"<{strides[name]}q", raw, struct.calcsize(form))
-        named[name] = Tensor(ptr, tuple(shape), outer)
+    params = parameters(launch)
+    named = {
+        name: tensor(raw, extents[name], strides[name])
+        for name, raw in zip(extents, params, strict=False)
+    }
     for name, raw in zip(scalars, params[len(extents) :], strict=False):
         named[name] = struct.unpack("<f" if "scale" in name else "<i", raw)[0]
     return named
+
+
+def tensor(raw, extents, strides):
+    """Take a parameter apart that has so many dynamic extents and outer strides."""
+    form = f"<q{extents}i{extents % 2 * 4}x"
+    ptr, *shape = struct.unpack_from(form, raw)
+    outer = struct.unpack_from(f"<{strides}q", raw, struct.calcsize(form))
+    return Tensor(ptr, tuple(shape), outer)
 
 
 def on_host(tensor, shape, dtype):
@@ -82,7 +119,7 @@ def static(launch, named):
 
 
 def compute(launch):
-    """Do what the kernel would, by the definition."""
+    """Do what the kernel would, by the definition; drop pages as if one CTA saw them all."""
     a = arguments(launch)
     batch, num_q_heads = a["q"].shape
     pool_pages, num_kv_heads = a["kv_pool"].shape
@@ -90,15 +127,23 @@ def compute(launch):
     table = (batch, 2, a["page_table"].shape[1])
     pool = on_host(a["kv_pool"], (pool_pages, PAGE, num_kv_heads, head_dim), pool_dtype)
     out = on_host(a["out"], (batch, num_q_heads, head_dim), np.float16)
-    out[...] = definition(
+    arrays = (
         on_host(a["q"], (batch, num_q_heads, head_dim), np.float16),
         pool,
         on_host(a["page_table"], table, np.int32),
         on_host(a["seq_lens"], (batch,), np.int32),
-        scale=a["scale_log2"] * math.log(2),
+    )
+    options = {"scale": a["scale_log2"] * math.log(2), "sliding_window": a["sliding_window"]}
+    if "skip_table" in a:
+        options["skip_softmax"] = on_host(a["skip_table"], a["skip_table"].shape, np.int32)
+        if a["skip_dropped"].ptr:
+            count = on_host(a["skip_dropped"], (1,), np.int32)
+            count += dropped_pages(*arrays, **options).sum()
+    out[...] = definition(
+        *arrays,
+        **options,
         v_scale=a["v_scale"],
         sinks=on_host(a["sinks"], (num_q_heads,), np.float32) if a["sinks"].ptr else None,
-        sliding_window=a["sliding_window"],
     )
 
 
@@ -114,7 +159,8 @@ def assert_planned(launch, p):
     row = ctm_rt.load(plan.module).manifest.config["kernels"][plan.kernel]
     assert launch.call == "cuLaunchKernelEx"
     assert launch.kernel == row["name"]
-    ctas = (p.batch + plan.spare_groups) * p.num_kv_heads * plan.cluster
+    shards = ceil_div(p.num_q_heads // p.num_kv_heads, HEADS_PER_TILE * row["head_tiles"])
+    ctas = (p.batch + plan.spare_groups) * p.num_kv_heads * shards * plan.cluster
     assert launch.grid == plan.grid == (ctas, plan.num_groups, 1)
     assert launch.block == (plan.block, 1, 1)
     assert launch.cluster == (plan.cluster, 1, 1)

@@ -42,6 +42,9 @@ SHAPES = {  # batch, num_kv_heads, max_pages
     "long, two sequences": (2, 2, 600),
     "balanced": (16, 8, 17),
     "a batch beyond balancing": (1100, 1, 17),
+    "many short ones": (16, 70, 8),
+    "short, a cluster of 16": (1, 4, 32),
+    "too long for halves of the heads": (1, 4, 300),
 }
 
 
@@ -77,9 +80,10 @@ def problems(name):
     key = DECODE[name].key
     fp8 = key["kv_dtype"] == "e4m3"
     ratios = {1, 8, max_gqa_ratio(key["head_dim"], fp8, tree=False)}
-    for ratio, (batch, num_kv_heads, max_pages) in itertools.product(ratios, SHAPES.values()):
+    for ratio, shape, skip in itertools.product(ratios, SHAPES.values(), (False, True)):
+        batch, num_kv_heads, max_pages = shape
         heads = ratio * num_kv_heads, num_kv_heads
-        yield DecodeProblem(batch, *heads, key["head_dim"], max_pages, fp8)
+        yield DecodeProblem(batch, *heads, key["head_dim"], max_pages, fp8, skip_softmax=skip)
 
 
 def launch(p):
@@ -92,6 +96,7 @@ def launch(p):
         empty("i32", p.batch, 2, p.max_pages),
         empty("i32", p.batch),
         scale=1.0,
+        skip_softmax=[(0, 1)] if p.skip_softmax else None,
     )
 
 

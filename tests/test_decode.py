@@ -216,7 +216,6 @@ REFUSED = {
     "scale too big": ("scale", lambda _: {"scale": 3e38}, "to fit f32"),
     "v_scale of f16": ("v_scale", lambda _: {"v_scale": 2.0}, "1 for an f16 pool"),
     "k_scale of f16": ("k_scale", lambda _: {"k_scale": 2.0}, "1 for an f16 pool"),
-    "skip_softmax": ("skip_softmax", lambda _: {"skip_softmax": [(0, 1)]}, "None"),
     "two tokens, no mask": ("tree_mask", other("q", (2, 2, 8, 64), "f16"), "2 query tokens"),
     "stream": ("stream", lambda _: {"stream": "0"}, "__cuda_stream__"),
 }
@@ -383,6 +382,28 @@ def test_temporaries_live_until_the_launch_is_done(fake, stream):
     release_done()
     assert_close(out, problem.expected())
     assert fake.live_allocations() == baseline + 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_stream_is_asked_once_whether_it_captures(fake, stream, own):
+    """As that is a call of the driver, and an unbound call has no time to lose."""
+    problem = Problem()
+    options = {"stream": stream} | ({"workspace": ctm_rt.Workspace(0)} if own else {})
+    for _ in range(2):
+        before = len(fake.calls("cuStreamIsCapturing"))
+        problem.call(**options)
+    assert len(fake.calls("cuStreamIsCapturing")) == before + 1
+
+
+def test_the_legacy_stream_is_asked_where_arrays_are_held(fake, monkeypatch):
+    """Its shared workspace is found without: its id is known."""
+    problem = Problem()
+    problem.call()
+    release_done()
+    asked = []
+    monkeypatch.setattr(driver, "is_capturing", lambda *args: asked.append(args) or False)
+    problem.call()
+    assert asked
 
 
 def test_equal_calls_are_worked_out_once(fake):

@@ -407,6 +407,38 @@ def test_holding_from_many_threads(fake: ModuleType, streams: list[int]) -> None
     assert len(pooled) == len(set(pooled))
 
 
+def test_holding_in_a_thread_without_a_context(fake: ModuleType, streams: list[int]) -> None:
+    """A stream knows its own; an event needs one only when it is made."""
+    found = []
+
+    def work() -> None:
+        for _ in range(2):  # with an event that is made, and with an idle one
+            owner = held(streams[0])
+            release_done()
+            found.append(owner())
+        found.append(int(driver.check("cuCtxGetCurrent", cu.cuCtxGetCurrent())))
+
+    memory._idle_events.clear()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None, None, 0]
+
+
+def test_who_has_asked_need_not_ask_again(fake: ModuleType, streams: list[int]) -> None:
+    fake.set_paused(streams[0], True)
+    asked = len(fake.calls("cuStreamIsCapturing"))
+    owner = Owner()
+    waiting = weakref.ref(owner)
+    hold_until_done(owner, 0, streams[0], may_capture=False)
+    del owner
+    assert len(fake.calls("cuStreamIsCapturing")) == asked
+    assert waiting() is not None
+    fake.set_paused(streams[0], False)
+    release_done()
+    assert waiting() is None
+
+
 def test_an_owner_whose_end_holds_and_allocates(streams: list[int]) -> None:
     class Restless:
         def __del__(self) -> None:

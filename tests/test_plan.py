@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ctm_rt.decode import plan as planning
 from ctm_rt.decode.plan import DecodeKernel, DecodeProblem, decode_kernels, plan_decode
 from ctm_rt.errors import ArgumentError
-from ctm_rt.paged_kv import TOKENS_PER_PAGE
+from ctm_rt.paged_kv import TOKENS_PER_PAGE, ceil_div
 from kernels.variants import VARIANTS
 from tests.dealing import Dealing
 
@@ -41,6 +41,7 @@ def problems(draw, trees=(False,), max_batch=3000):
         fp8_kv_cache=fp8,
         query_len=draw(st.integers(1, planning.MAX_TREE_QUERY_SEQ_LEN)) if tree else 1,
         tree=tree,
+        skip_softmax=not tree and draw(st.booleans()),
     )
 
 
@@ -72,15 +73,16 @@ def test_each_kernel_has_its_plans(arch, name):
         (1, 16),
         (1, 5, 12, 40, 70),
         (8, planning.max_gqa_ratio(head_dim, fp8, tree=False)),
-        (8, 512),
+        (8, 32, 512),
+        (False, True),
     )
     used = {
         plan_decode(
-            DecodeProblem(batch, ratio * heads, heads, head_dim, pages, fp8),
+            DecodeProblem(batch, ratio * heads, heads, head_dim, pages, fp8, skip_softmax=skip),
             num_sms=132,
             kernels=kernels,
         ).kernel
-        for batch, heads, ratio, pages in shapes
+        for batch, heads, ratio, pages, skip in shapes
     }
     assert used == set(range(len(kernels)))
 
@@ -90,7 +92,8 @@ def test_the_kernel_serves_the_problem(case):
     p, kernels, plan = case
     kernel = kernels[plan.kernel]
     ratio = p.num_q_heads // p.num_kv_heads
-    assert kernel.head_tiles == (1 if ratio <= 8 else 2)
+    assert kernel.head_tiles <= (1 if ratio <= 8 else 2)
+    assert kernel.skips == p.skip_softmax
     assert (kernel.cluster, kernel.block) == (plan.cluster, plan.block)
     tokens = p.max_pages * TOKENS_PER_PAGE / (plan.cluster * plan.num_groups)
     assert not kernel.max_tokens or tokens <= kernel.max_tokens
@@ -100,9 +103,10 @@ def test_the_kernel_serves_the_problem(case):
 
 @given(planned())
 def test_the_grid(case):
-    p, _, plan = case
+    p, kernels, plan = case
     x, y, z = plan.grid
-    assert x == (p.batch + plan.spare_groups) * p.num_kv_heads * plan.cluster < 2**31
+    shards = ceil_div(p.num_q_heads // p.num_kv_heads, 8 * kernels[plan.kernel].head_tiles)
+    assert x == (p.batch + plan.spare_groups) * p.num_kv_heads * shards * plan.cluster < 2**31
     assert x % plan.cluster == 0
     assert 1 <= y == plan.num_groups <= planning.MAX_GROUPS <= 65_535
     assert z == 1
@@ -113,14 +117,26 @@ def test_the_grid(case):
 
 @given(planned())
 def test_sizes_hold_every_plan(case):
-    p, _, plan = case
+    p, kernels, plan = case
     assert plan.workspace_elems <= planning.workspace_elems(p.batch, p.num_q_heads, p.head_dim)
     assert plan.semaphore_elems <= planning.semaphore_elems(p.batch, p.num_kv_heads)
     units = p.batch * plan.num_groups + plan.spare_groups
     used = units * p.num_q_heads * (p.head_dim + 2 * plan.cluster)
     merges = plan.num_groups > 1 or plan.spare_groups > 0
     assert plan.workspace_elems == merges * used
-    assert plan.semaphore_elems == merges * p.batch * p.num_kv_heads * plan.cluster
+    shards = ceil_div(p.num_q_heads // p.num_kv_heads, 8 * kernels[plan.kernel].head_tiles)
+    assert plan.semaphore_elems == merges * p.batch * p.num_kv_heads * shards * plan.cluster
+
+
+@given(planned())
+def test_a_table_changes_nothing_else(case):
+    """So a sequence that is dense by its table is dense to the bit."""
+    p, kernels, plan = case
+    other = dataclasses.replace(p, skip_softmax=not p.skip_softmax)
+    twin = plan_decode(other, num_sms=132, kernels=kernels)
+    plan = plan_decode(p, num_sms=132, kernels=kernels)
+    assert dataclasses.replace(twin, kernel=plan.kernel) == plan
+    assert dataclasses.replace(kernels[twin.kernel], skips=p.skip_softmax) == kernels[plan.kernel]
 
 
 def test_sizes_are_little_larger_than_the_widest_plan():
@@ -178,15 +194,17 @@ def test_a_plan_is_a_value(case):
 CLUSTERS = tuple(DecodeKernel(cluster, 1, 64, 0, 128, 1000) for cluster in (16, 8, 4, 2, 1))
 
 KNOWN = {  # on an H200, with tiles of 64 tokens; cluster, groups, spare groups
-    "one sequence, one head": ((1, 1, 512), (16, 2, 0)),
+    "one sequence, one head": ((1, 1, 512), (16, 4, 0)),
+    "of 16,384 tokens": ((1, 1, 128), (16, 2, 0)),
     "of one page: no more groups than tiles": ((1, 1, 1), (16, 1, 0)),
     "8 heads": ((1, 8, 512), (8, 1, 0)),
     "8 heads, twice": ((2, 8, 32), (4, 1, 0)),
     "2 heads, twice": ((2, 2, 64), (16, 1, 0)),
     "4 sequences": ((4, 8, 32), (2, 1, 0)),
     "8 sequences of 8 heads": ((8, 8, 32), (2, 1, 0)),
-    "longer than two CTAs take": ((8, 8, 65), (1, 1, 50)),
-    "longer than 16 CTAs take": ((2, 2, 513), (1, 1, 198)),
+    "longer than two CTAs take": ((8, 8, 65), (1, 1, 33)),
+    "longer than 16 CTAs take": ((2, 2, 513), (1, 1, 132)),
+    "long, and too few to fill the GPU": ((4, 8, 128), (1, 1, 33)),
     "alone it waits for nobody": ((1, 2, 5000), (16, 2, 0)),
     "many": ((32, 8, 32), (1, 1, 50)),
     "many short ones": ((32, 8, 16), (1, 1, 0)),
@@ -210,7 +228,7 @@ def test_known_plans(case):
         ((1, 8, 512), 108, (13, 0)),  # 128 CTAs of 132 SMs are 104 of 108
         ((1, 8, 4), 108, (8, 0)),  # 8 tiles
         ((2, 8, 16), 108, (6, 0)),
-        ((2, 8, 17), 108, (1, 41)),
+        ((2, 8, 17), 108, (1, 27)),
         ((1, 8, 512), 4, (1, 0)),
     ],
 )
@@ -227,8 +245,8 @@ def test_most_partials():
     def most(*shape):
         return plan_decode(DecodeProblem(*shape), num_sms=132, kernels=CLUSTERS).max_partials
 
-    assert most(1, 4, 1, 128, 512) == 16 * 2
-    assert most(16, 64, 8, 128, 32) == 1 + 50
+    assert most(1, 4, 1, 128, 512) == 16 * 4
+    assert most(32, 64, 8, 128, 32) == 1 + 50
     assert most(20, 16, 4, 128, 32) == 64 == planning.MAX_GROUPS
 
 
@@ -241,7 +259,7 @@ def test_more_sms_than_the_sizes_hold_are_not_used():
 def test_kernels_are_read_from_a_manifest():
     rows = [
         {"name": "k", "registers": 9, "cluster": 2, "head_tiles": 1, "tile_tokens": 64}
-        | {"max_tokens": 0, "block": 128, "smem_nbytes": 1000},
+        | {"max_tokens": 0, "block": 128, "smem_nbytes": 1000, "skips": False, "min_ctas": 0},
     ]
     assert decode_kernels({"kernels": rows}) == (DecodeKernel(2, 1, 64, 0, 128, 1000),)
 

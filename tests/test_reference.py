@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctm_rt.errors import ArgumentError
-from ctm_rt.reference import decode_attention, decode_attention_plain, e4m3_to_float
+from ctm_rt.reference import (
+    decode_attention,
+    decode_attention_plain,
+    dropped_pages,
+    e4m3_to_float,
+)
 
 P = 128
 
@@ -203,6 +208,217 @@ def test_other_pools_are_refused():
     cache.pool = cache.pool.astype(np.float32)
     with pytest.raises(ArgumentError, match="kv_pool: expected float16 or e4m3, got float32"):
         decode_attention(queries(1, 1, 8), *cache.arrays, scale=1.0)
+
+
+# -- skip-softmax ---------------------------------------------------------------------------------
+
+
+def ladder(*levels, length=None, heads=1):
+    """A cache of one page for each level: a key of page p scores ``levels[p]`` (of each head).
+
+    With ``queries_of(heads)`` at scale 1.
+    """
+    length = len(levels) * P if length is None else length
+    cache = Cache([length], max_pages=len(levels))
+    for p, level in enumerate(levels):
+        page = cache.pool[cache.page_table[0, 0, p]]
+        page[...] = 0
+        page[: length - p * P, 0, :heads] = level
+        page[max(0, length - p * P) :] = np.nan
+    return cache
+
+
+def queries_of(heads):
+    return np.eye(heads, 8, dtype=np.float16)[None]
+
+
+def skipped(cache, heads=1, num_partials=1, **options):
+    """The definition and how many pages it drops, after a check that the plain run agrees."""
+    options = {"scale": 1.0, "num_partials": num_partials} | options
+    q = options.pop("q", queries_of(heads))
+    exact = decode_attention(q, *cache.arrays, **options)
+    plain = decode_attention_plain(q, *cache.arrays, **options)
+    np.testing.assert_array_equal(np.isnan(plain), np.isnan(exact))
+    np.testing.assert_allclose(plain, exact, rtol=4e-3, atol=4e-3)
+    options.pop("sinks", None)
+    return exact, int(dropped_pages(q, *cache.arrays, **options).sum())
+
+
+def attended(cache, levels, pages):
+    """The answer for the first head over whole ``pages``, from their levels alone."""
+    weights = np.exp(np.array(levels, float)[pages] - max(levels[p] for p in pages))
+    sums = [cache.v[0][p * P : (p + 1) * P, 0].sum(axis=0) for p in pages]
+    counts = [len(cache.v[0][p * P : (p + 1) * P]) for p in pages]
+    return weights @ sums / (weights @ counts)
+
+
+@pytest.mark.parametrize(
+    ("levels", "num_partials", "scale", "kept"),
+    [
+        # log(1 / 640) = -6.5: the first page stays, one that raises the maximum, one just below it
+        ((0, -60, -60, 1, 0), 1, 1, [0, 3, 4]),
+        # S above the length: whatever does not raise or equal the maximum goes
+        ((0, -60, 0, 1, 0), 1, 10**6, [0, 2, 3]),
+        ((3, 2, 1, 0, 3), 1, 10**6, [0, 4]),
+        # the first page of each partial result stays, and its maximum is its own
+        ((0, -60, -60, -61, -70), 2, 640, [0, 1]),
+        ((0, -60, -60, -60, -70), 2, 640, [0, 1, 3]),
+        ((0, -60, -60, -61, -70), 5, 10**6, [0, 1, 2, 3, 4]),
+        ((0, -60, -60, -61, -70), 9, 10**6, [0, 1, 2, 3, 4]),
+        # a maximum that falls is no new one
+        ((5, -60, 4, -60, 5), 1, 640, [0, 4]),
+    ],
+)
+def test_pages_are_dropped(levels, num_partials, scale, kept):
+    cache = ladder(*levels)
+    out, dropped = skipped(cache, num_partials=num_partials, skip_softmax=[(0, scale)])
+    np.testing.assert_allclose(out[0, 0], attended(cache, levels, kept), rtol=1e-9)
+    assert dropped == len(levels) - len(kept)
+
+
+def test_the_threshold_is_of_the_whole_length():
+    """10 pages: log(8 / 1280) = -5.08. A window of two pages changes nothing about that."""
+    for level, dropped in ((-5, 0), (-5.125, 1)):
+        cache = ladder(*[9] * 8, 0, level)
+        options = {"skip_softmax": [(0, 8)], "sliding_window": 2 * P}
+        out, count = skipped(cache, **options)
+        assert count == dropped
+        expected = attended(cache, [9] * 8 + [0, level], [8, 9][: 2 - dropped])
+        np.testing.assert_allclose(out[0, 0], expected, rtol=1e-9)
+
+
+def test_a_partly_visible_page_goes_by_its_visible_keys():
+    """The last page ends in the tail's NaN, the first has a key of 40 left of the window."""
+    cache = ladder(0, 1, -60, length=2 * P + 5)
+    first = cache.pool[cache.page_table[0, 0, 0]]
+    first[:100, 0, 0] = 40
+    options = {"skip_softmax": [(0, 10**6)], "sliding_window": P + 5 + 28}
+    out, dropped = skipped(cache, **options)
+    assert dropped == 1
+    expected = decode_attention(
+        queries_of(1),
+        cache.pool,
+        cache.page_table,
+        np.array([2 * P], np.int32),
+        scale=1.0,
+        sliding_window=P + 28,
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-12)
+
+
+def test_every_head_of_the_group_must_agree():
+    low, high = [-60] * 8, [-60] * 7 + [3]
+    cache = ladder([0] * 8, low, high, low, heads=8)
+    out, dropped = skipped(cache, heads=8, skip_softmax=[(0, 1)])
+    assert dropped == 2
+    for h in range(8):
+        levels = [0, -60, high[h], -60]
+        np.testing.assert_allclose(out[0, h], attended(cache, levels, [0, 2]), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("table", "dropped"),
+    [
+        ([(0, 1)], 1),
+        ([(256, 1)], 1),
+        ([(255, 1), (257, 0)], 1),
+        ([(257, 1)], 0),
+        ([(0, 1), (256, 0)], 0),
+        ([(0, 0)], 0),
+        ([(0, 0), (100, 1), (256, 1)], 1),
+        ([(0, 1), (100, 0)], 0),
+        ([], 0),
+    ],
+)
+@pytest.mark.parametrize("form", [list, np.array, lambda table: np.array(table).reshape(-1)])
+def test_the_last_bin_that_is_reached_counts(table, dropped, form):
+    """Length 256. Without a bin, or with S = 0, it is dense in every bit."""
+    cache = ladder(0, -60)
+    out, count = skipped(cache, skip_softmax=form(table))
+    assert count == dropped
+    if not dropped:
+        np.testing.assert_array_equal(out, both(queries_of(1), cache, scale=1.0))
+
+
+def test_a_sink_takes_no_part():
+    cache, sinks = ladder(0, -1, -60), np.array([50], np.float32)
+    out, dropped = skipped(cache, skip_softmax=[(0, 10)], sinks=sinks)
+    assert dropped == 1
+    share = 128 * (1 + np.exp(-1)) / (128 * (1 + np.exp(-1)) + np.exp(50))
+    expected = share * attended(cache, [0, -1], [0, 1])
+    np.testing.assert_allclose(out[0, 0], expected, rtol=1e-9)
+
+
+def test_a_nan_keeps_its_page_and_those_after():
+    """In the partial result whose it is; what is dropped may hold any value."""
+    cache = ladder(0, 0, -60, -60, -60, -60, -60)
+    cache.pool[cache.page_table[0, 0, 3], 5, 0, 0] = np.nan
+    cache.pool[cache.page_table[0, 1, 2]] = np.nan
+    out, dropped = skipped(cache, num_partials=2, skip_softmax=[(0, 1)])
+    assert dropped == 3  # 2, 4 and 6; not 3 and 5
+    assert np.isnan(out).all()
+    whole = ladder(0, 0, -60, -60, -60, -60, -60)
+    whole.pool[whole.page_table[0, 1, 2]] = np.nan
+    out, dropped = skipped(whole, num_partials=2, skip_softmax=[(0, 1)])
+    assert dropped == 5
+    np.testing.assert_allclose(out[0, 0], attended(whole, [0, 0], [0, 1]), rtol=1e-9)
+
+
+def test_a_page_outside_the_pool_is_not_counted():
+    cache = ladder(-60, 0, -60)
+    cache.page_table[0, 0, 0] = -1
+    out, dropped = skipped(cache, skip_softmax=[(0, 1)])
+    assert dropped == 1
+    np.testing.assert_allclose(out[0, 0], attended(cache, [-60, 0, -60], [1]), rtol=1e-9)
+
+
+def test_partial_results_of_each_sequence():
+    cache = Cache([512, 512])
+    k_pages = cache.page_table[:, 0]
+    cache.pool[k_pages] = 0
+    cache.pool[k_pages[:, 0], :, 0, 0] = 60
+    options = {"scale": 1.0, "skip_softmax": [(0, 1)]}
+    q = queries_of(1).repeat(2, axis=0)
+    counts = dropped_pages(q, *cache.arrays, **options, num_partials=[1, 3])
+    np.testing.assert_array_equal(counts, [[3], [1]])
+    out = decode_attention(q, *cache.arrays, **options, num_partials=[1, 3])
+    for b, pages in enumerate(([0], [0, 1, 2])):
+        expected = attended(Flat(cache.v[b]), [60, 0, 0, 0], pages)
+        np.testing.assert_allclose(out[b, 0], expected, rtol=1e-9)
+
+
+class Flat:
+    """Values alone, as ``attended`` looks at them."""
+
+    def __init__(self, values):
+        self.v = [values]
+
+
+@given(st.integers(1, 512), st.integers(1, 2000), st.integers(1, 5), st.integers(0, 3))
+def test_what_is_dropped_weighs_less_than_said(length, scale, num_partials, seed):
+    """Each dropped key weighs less than S / length of the largest; with S = 1 all weigh < 1."""
+    cache, q = Cache([length], head_dim=2, seed=seed), queries(1, 2, 2, seed=seed)
+    options = {"scale": 3.0, "num_partials": num_partials}
+    dense = decode_attention(q, *cache.arrays, **options)
+    out = decode_attention(q, *cache.arrays, **options, skip_softmax=[(0, scale)])
+    counts = dropped_pages(q, *cache.arrays, **options, skip_softmax=[(0, scale)])
+    bound = 2 * np.abs(cache.v[0]).max() * counts.sum() * P * scale / length
+    assert np.abs(out - dense).max() <= bound + 1e-12
+    assert counts.sum() <= max(0, -(-length // P) - num_partials)
+
+
+@pytest.mark.parametrize("table", [[1], [(0, 1), (0, 2)], [(5, 1), (4, 1)], [(0, -1)], [(-1, 1)]])
+def test_wrong_tables_are_refused(table):
+    with pytest.raises(ArgumentError, match="skip_softmax: expected pairs"):
+        decode_attention(queries_of(1), *Cache([4]).arrays, scale=1.0, skip_softmax=table)
+
+
+def test_no_table_with_a_tree():
+    mask = np.full((1, 1, 1), -1, np.int32)
+    options = {"scale": 1.0, "skip_softmax": [(0, 1)], "tree_mask": mask}
+    for definition in (decode_attention, decode_attention_plain):
+        with pytest.raises(ArgumentError, match="skip_softmax: expected None with a tree"):
+            definition(queries_of(1), *Cache([4]).arrays, **options)
 
 
 # -- trees ----------------------------------------------------------------------------------------

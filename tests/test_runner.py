@@ -81,7 +81,6 @@ def test_run_of_an_empty_batch(fake):
             "no module fmha_decode_tree_f16_d256",
         ),
         ({"q_seq_len": 129}, "1 to 128 query tokens"),
-        ({"skip_softmax_scale_table": 1, "skip_softmax_scale_table_len": 2}, "skip-softmax"),
         ({"head_size": 128, "fp8_kv_cache": True}, "no module fmha_decode_e4m3_d128"),
     ],
 )

@@ -24,6 +24,7 @@ def decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     skip_softmax: Any = None,
+    stats: Any = None,
     tree_mask: Any = None,
     contiguous_query_swa: bool = False,
     workspace: Workspace | None = None,
@@ -55,6 +56,7 @@ def decode_attention(
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=handle,
+        stats=None if stats is None else view(stats, "stats"),
     )
     try:
         launch(handle)
@@ -62,7 +64,8 @@ def decode_attention(
         if shared:  # dirty, and nobody else can reset it
             forget_workspace(device, handle)
         raise
-    hold_until_done(launch, device, handle)
+    # For a shared workspace it was asked whether the stream captures, unless it is the default one.
+    hold_until_done(launch, device, handle, may_capture=not shared or handle <= 1)
     return out
 
 
@@ -79,6 +82,7 @@ def bind_decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     skip_softmax: Any = None,
+    stats: Any = None,
     tree_mask: Any = None,
     contiguous_query_swa: bool = False,
     workspace: Workspace | None = None,
@@ -108,7 +112,15 @@ def bind_decode(
     sinks : (num_q_heads,), f32, optional; natural-log logits that join the denominator unscaled
     sliding_window : int; keys attended, the current one included; 0 means all
     k_scale, v_scale : float; from stored to true values of an e4m3 pool, 1 for f16
-    skip_softmax : not served yet
+    skip_softmax : pairs (length bin, S), optional; ints, or i32 as (n, 2) or one after the other
+        With strictly ascending bins. A sequence goes by the last pair whose bin its length (all of
+        it, also under a window) reaches. Where S > 0, a page is dropped if its largest score lies,
+        for every query head of the KV head, below that of the pages before it in the same partial
+        result by more than log(length / S); so never the first, nor one that raises the maximum.
+        Below the first bin, and for S = 0, nothing changes, in any bit. Host pairs are uploaded
+        when they are first seen, a device array is read back when its address is; both wait for
+        ``stream``, and are refused while it captures.
+    stats : one i32, optional; the number of (page, KV head) pairs that were dropped is added
     tree_mask : (batch, query_len, mask_words), i32, optional
         Bit j % 32 of word j // 32 of row i: query i sees draft key j, the key at query j's
         position. Past keys are always seen, and nothing is causal: a row without its own bit does
@@ -138,6 +150,7 @@ def bind_decode(
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=driver.stream_handle(stream),
+        stats=None if stats is None else view(stats, "stats"),
     )
 
 

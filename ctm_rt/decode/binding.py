@@ -18,6 +18,7 @@ from ctm_rt.decode.plan import (
     plan_decode,
 )
 from ctm_rt.decode.scratch import Scratch
+from ctm_rt.decode.skip_softmax import counter_on_device, table_on_device
 from ctm_rt.decode.tree_plan import plan_tree, tree_kernels
 from ctm_rt.errors import ArgumentError
 from ctm_rt.memory import Workspace
@@ -55,19 +56,24 @@ def bind_views(
     contiguous_query_swa: bool,
     workspace: Scratch | None,
     stream: int,
+    stats: TensorView | None = None,
 ) -> Launch:
     """Check, plan, take scratch and bind; what equal arguments gave before is found again."""
-    if skip_softmax is not None:
-        raise ArgumentError("skip_softmax", "None: dense attention only", type(skip_softmax))
+    table = counter = None
+    if skip_softmax is not None or stats is not None:
+        tree = tree_mask is not None
+        table, counter = _skipping(skip_softmax, stats, on_device("q", q), tree, stream)
     call = _check(
         (q[:-1], kv_pool[:-1], page_table[:-1], seq_lens[:-1], out[:-1]),
         None if sinks is None else sinks[:-1],
-        float(scale * 1.0),  # of any type that is a number, which a string is not
-        float(k_scale * 1.0),
-        float(v_scale * 1.0),
+        scale if type(scale) is float else _float(scale),
+        k_scale if type(k_scale) is float else _float(k_scale),
+        v_scale if type(v_scale) is float else _float(v_scale),
         operator.index(sliding_window),
         None if tree_mask is None else (tree_mask[:-1], bool(contiguous_query_swa)),
         stream,
+        None if table is None else table[:-1],
+        None if counter is None else counter[:-1],
     )
     if call is None:
         return _zeros(q, out)
@@ -77,8 +83,28 @@ def bind_views(
     semaphores = workspace.semaphores(call.plan.semaphore_elems, stream=stream)
     owner = workspace if isinstance(workspace, Workspace) else None
     bound = _bind(call, scratch[:-1], semaphores[:-1])
-    owners = q, kv_pool, page_table, seq_lens, out, sinks, tree_mask, scratch, semaphores
+    owners = (
+        *(q, kv_pool, page_table, seq_lens, out, sinks, tree_mask, scratch, semaphores),
+        *(table, counter),
+    )
     return bound.keeping(owners, owner)
+
+
+def _float(number: Any) -> float:
+    return float(number * 1.0)  # of any type that is a number, which a string is not
+
+
+def _skipping(
+    skip_softmax: Any, stats: TensorView | None, device: int, tree: bool, stream: int
+) -> tuple[TensorView | None, TensorView | None]:
+    """Return the table and the counter as the kernel takes them; None for dense attention."""
+    for name, value in (("skip_softmax", skip_softmax), ("stats", stats)):
+        if tree and value is not None:
+            raise ArgumentError(name, "None with a tree mask", type(value).__name__)
+    return (
+        None if skip_softmax is None else table_on_device(skip_softmax, device, stream),
+        None if stats is None else counter_on_device(stats, device),
+    )
 
 
 _Values = tuple[Any, ...]  # of a view, without its owner: ``view[:-1]``
@@ -106,6 +132,8 @@ def _check(
     window: int,
     tree: tuple[_Values, bool] | None,
     stream: int,
+    skip_table: _Values | None,
+    skip_dropped: _Values | None,
 ) -> _Call | None:
     """Check what only decode knows, and plan; None where the shapes hold no key or no row.
 
@@ -133,7 +161,7 @@ def _check(
     fp8 = kv_pool.dtype is E4M3
     window = min(window, INT32_MAX)
     extents = batch, num_q_heads, num_kv_heads, head_dim, max_pages
-    shape = *extents, fp8, query_len, tree is not None, window
+    shape = *extents, fp8, query_len, tree is not None, window, skip_table is not None
     module = _module(*shape)
     scale_log2 = _scale_log2(scale, k_scale, v_scale, fp8)
     if tree is None:
@@ -159,6 +187,9 @@ def _check(
         "spare_groups": plan.spare_groups,
         **of_tree,
     }
+    for name, values in (("skip_table", skip_table), ("skip_dropped", skip_dropped)):
+        if values is not None:  # kernels for trees do not have them
+            arguments[name] = _view(values)
     return _Call(kernel, plan, arguments)
 
 

@@ -57,6 +57,9 @@ class CtmDecodeParams:
     fallback_available: bool = True
     """The caller has another kernel, so slow shapes may be declined (none is today)."""
     skip_softmax_scale_table: Any = None
-    """i32 pairs (length bin, S), bins ascending; None means dense."""
+    """i32 pairs (length bin, S), bins ascending, also on the host; None means dense."""
     skip_softmax_scale_table_len: int = 0
+    """Entries to take, two to a pair; 0 means dense."""
+    skip_softmax_stats: Any = None
+    """One i32 to which the number of dropped (page, KV head) pairs is added, or None."""
     stream: Any = None

@@ -32,12 +32,21 @@ _MEASURED_SMS = 132
 # The CTAs of a launch up to which clusters of a size run all at once: of 16, one per GPC.
 CLUSTER_CTAS = {16: 64, 8: 64, 6: 96, 4: 96, 3: 96, 2: 128}
 # And up to which groups are added: to clusters (a second group costs 2 us, which only sequences
-# that are long for a CTA win back), and to CTAs without.
+# that are long for a CTA win back: 16,384 tokens of 1 KB on 32 CTAs 20.9 us in two groups, 25.1 in
+# one, but 4,096 9.8 and 9.5), and to CTAs without.
 _GROUP_CTAS_CLUSTERS, _GROUP_CTAS_LONG, _GROUP_CTAS = 32, 64, 128
 # Beyond so many tokens per CTA one long sequence would outlast the others in its few CTAs.
 MAX_TOKENS_PER_CTA = 4096
+_LONG_NBYTES_PER_CTA = 1 << 20  # of K and V
+# Up to so many bytes of K and V, each read by two CTAs, from L2 the second time, half the heads and
+# half the merge win: 64/4 heads of f16 d128, batch 1, 4,096 tokens 6.6 us in halves, 7.4 whole; at
+# 8,192 9.6 and 9.8, at 16,384 15.7 and 14.6.
+_HALVED_NBYTES = 32 << 20
 MIN_BALANCED_TOKENS = 2048  # up to this capacity lengths cannot differ by much
-_SPARE_GROUPS_PER_SM = 3  # counting one per KV head: with 2 ragged batches take 2 % longer
+# Counting one per KV head. With 2, ragged batches that fill the GPU take 2 % longer; smaller ones,
+# whose every sequence is split, would not run all at once with 3.
+_SPARE_GROUPS_PER_SM = 2
+MAX_SPARE_GROUPS_PER_SM = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class DecodeProblem:
     query_len: int = 1
     tree: bool = False
     sliding_window: int = 0  # keys; 0: all
+    skip_softmax: bool = False  # with a table; a sequence may still be dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,8 @@ class DecodeKernel:
     max_tokens: int  # per CTA, at most; 0: any number
     block: int  # threads
     smem_nbytes: int
+    skips: bool = False  # it serves calls with a skip-softmax table, and those alone
+    min_ctas: int = 0  # of a launch, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +182,7 @@ def plan_decode(p: DecodeProblem, *, num_sms: int, kernels: tuple[DecodeKernel, 
         SMs of the GPU.
     kernels : tuple of DecodeKernel
         The module's, in the order of its ``kernel`` argument. Of those that could serve ``p`` in
-        clusters of one size the first does; there is one for clusters of one CTA.
+        clusters of one size the first does; one in clusters of one CTA serves any.
 
     Raises
     ------
@@ -180,7 +192,8 @@ def plan_decode(p: DecodeProblem, *, num_sms: int, kernels: tuple[DecodeKernel, 
     check(p)
     index, num_groups, spare_groups = next(_choices(p, min(num_sms, MAX_SMS), kernels))
     cluster = kernels[index].cluster
-    x = (p.batch + spare_groups) * p.num_kv_heads * cluster
+    pairs = p.num_kv_heads * _shards(p, kernels[index].head_tiles)
+    x = (p.batch + spare_groups) * pairs * cluster
     if x > INT32_MAX:
         raise ArgumentError("q", f"a batch that {INT32_MAX} CTAs serve", x)
     merges = num_groups > 1 or spare_groups > 0
@@ -195,7 +208,7 @@ def plan_decode(p: DecodeProblem, *, num_sms: int, kernels: tuple[DecodeKernel, 
         block=kernels[index].block,
         smem_nbytes=kernels[index].smem_nbytes,
         workspace_elems=rows * partial_elems(p.head_dim, cluster),
-        semaphore_elems=p.batch * p.num_kv_heads * cluster if merges else 0,
+        semaphore_elems=p.batch * pairs * cluster if merges else 0,
     )
 
 
@@ -203,15 +216,33 @@ def _choices(
     p: DecodeProblem, num_sms: int, kernels: tuple[DecodeKernel, ...]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield what can serve ``p``, best first: a kernel, ``num_groups`` and ``spare_groups``."""
-    head_tiles = ceil_div(p.num_q_heads // p.num_kv_heads, HEADS_PER_TILE)
-    fitting = {i: kernel for i, kernel in enumerate(kernels) if kernel.head_tiles == head_tiles}
-    clusters = {kernel.cluster for kernel in fitting.values()}
-    cluster = largest_cluster(p, p.batch * p.num_kv_heads, num_sms, clusters)
+    head_tiles = 1 if _halves(p, num_sms) else _shards(p, 1)
+    pairs = p.batch * p.num_kv_heads * _shards(p, head_tiles)
+    fitting = {
+        i: kernel
+        for i, kernel in enumerate(kernels)
+        if (kernel.head_tiles, kernel.skips) == (head_tiles, p.skip_softmax)
+    }
+    cluster = largest_cluster(p, pairs, num_sms, {kernel.cluster for kernel in fitting.values()})
     for i, kernel in fitting.items():
-        num_groups, spare_groups = _groups(p, num_sms, cluster, kernel.tile_tokens)
+        num_groups, spare_groups = _groups(p, pairs, num_sms, cluster, kernel.tile_tokens)
         tokens = ceil_div(capacity(p), cluster * num_groups)  # of a CTA
-        if kernel.cluster == cluster and (not kernel.max_tokens or tokens <= kernel.max_tokens):
+        short = not kernel.max_tokens or tokens <= kernel.max_tokens
+        many = pairs * cluster * num_groups >= on_sms(num_sms, kernel.min_ctas)
+        if kernel.cluster == cluster and short and many:
             yield i, num_groups, spare_groups
+
+
+def _halves(p: DecodeProblem, num_sms: int) -> bool:
+    """Return whether CTAs of half the heads each are few, and short: they read every key twice."""
+    pairs = p.batch * p.num_kv_heads * 2
+    nbytes = pairs * capacity(p) * _token_nbytes(p)
+    return pairs * 8 <= on_sms(num_sms, CLUSTER_CTAS[8]) and nbytes <= _HALVED_NBYTES
+
+
+def _shards(p: DecodeProblem, head_tiles: int) -> int:
+    """Return how many CTAs of ``head_tiles`` tiles share the query heads of a KV head."""
+    return ceil_div(p.num_q_heads // p.num_kv_heads, HEADS_PER_TILE * head_tiles)
 
 
 def largest_cluster(p: DecodeProblem, units: int, num_sms: int, clusters: Iterable[int]) -> int:
@@ -222,14 +253,16 @@ def largest_cluster(p: DecodeProblem, units: int, num_sms: int, clusters: Iterab
     return 1 if too_long else cluster
 
 
-def _groups(p: DecodeProblem, num_sms: int, cluster: int, tile_tokens: int) -> tuple[int, int]:
+def _groups(
+    p: DecodeProblem, pairs: int, num_sms: int, cluster: int, tile_tokens: int
+) -> tuple[int, int]:
     """Return ``num_groups`` and ``spare_groups``."""
     if is_balanced(p, cluster):
-        return 1, ceil_div(_SPARE_GROUPS_PER_SM * num_sms, p.num_kv_heads)
-    long = capacity(p) > cluster * MAX_TOKENS_PER_CTA
+        per_sm = MAX_SPARE_GROUPS_PER_SM if pairs >= num_sms else _SPARE_GROUPS_PER_SM
+        return 1, ceil_div(per_sm * num_sms, pairs // p.batch)
+    long = capacity(p) * _token_nbytes(p) > cluster * _LONG_NBYTES_PER_CTA
     clusters = _GROUP_CTAS_LONG if long else _GROUP_CTAS_CLUSTERS
-    room = on_sms(num_sms, _GROUP_CTAS if cluster == 1 else clusters)
-    room //= p.batch * p.num_kv_heads * cluster
+    room = on_sms(num_sms, _GROUP_CTAS if cluster == 1 else clusters) // (pairs * cluster)
     tiles = ceil_div(p.max_pages * TOKENS_PER_PAGE, tile_tokens * cluster)
     return max(1, min(MAX_GROUPS, room, tiles)), 0
 
@@ -249,6 +282,11 @@ def capacity(p: DecodeProblem) -> int:
     return pages * TOKENS_PER_PAGE
 
 
+def _token_nbytes(p: DecodeProblem) -> int:
+    """Return the bytes of K and V of one token and KV head."""
+    return 2 * p.head_dim * (1 if p.fp8_kv_cache else 2)
+
+
 def on_sms(num_sms: int, ctas: int) -> int:
     """Return for a GPU of ``num_sms`` SMs what was measured to be ``ctas``."""
     return ctas * num_sms // _MEASURED_SMS
@@ -262,14 +300,14 @@ def workspace_elems(batch: int, num_q_heads: int, head_dim: int) -> int:
     A balanced launch needs most: num_q_heads rows for each of batch + spare_groups groups, where
     spare_groups, rounded up, times num_kv_heads is as the SMs are.
     """
-    spare = _SPARE_GROUPS_PER_SM * MAX_SMS * min(num_q_heads, MAX_GQA_RATIO_R16)
+    spare = MAX_SPARE_GROUPS_PER_SM * MAX_SMS * min(num_q_heads, MAX_GQA_RATIO_R16)
     rows = (min(batch, MAX_BALANCED_BATCH) + 1) * num_q_heads + spare
     return rows * partial_elems(head_dim, 1)
 
 
 def semaphore_elems(batch: int, num_kv_heads: int) -> int:
     """Return the i32 counters that serve every plan of single-token decode."""
-    return batch * num_kv_heads * max(CLUSTER_CTAS)
+    return batch * num_kv_heads * 2 * max(CLUSTER_CTAS)
 
 
 def partial_elems(head_dim: int, cluster: int) -> int:

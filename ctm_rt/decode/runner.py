@@ -11,6 +11,7 @@ from ctm_rt.decode import tree_plan
 from ctm_rt.decode.binding import E4M3, F16, bind_views
 from ctm_rt.decode.params import CtmDecodeParams
 from ctm_rt.decode.plan import DecodeProblem
+from ctm_rt.decode.skip_softmax import table_on_device
 from ctm_rt.errors import ArgumentError, DriverError, ModuleError
 from ctm_rt.memory import hold_until_done
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
@@ -99,8 +100,6 @@ class CtmDecodeAttentionRunner:
 
 def _declined(p: CtmDecodeParams) -> str | None:
     """Return why no module serves ``p``, if so."""
-    if p.skip_softmax_scale_table is not None and p.skip_softmax_scale_table_len:
-        return "skip-softmax is not served yet"
     heads, tree = (p.num_q_heads, p.num_kv_heads, p.head_size), p.q_seq_len != 1
     shape = p.batch_size, *heads, p.max_pages_per_seq
     try:
@@ -121,6 +120,9 @@ def _launch(p: CtmDecodeParams) -> None:
     table = p.batch_size, 2, p.max_pages_per_seq
     mask = p.batch_size, p.q_seq_len, p.mask_words
     stream = driver.stream_handle(p.stream)
+    stats = p.skip_softmax_stats
+    if stats is not None:
+        stats = _buffer("skip_softmax_stats", stats, (1,), I32, device)
     launch = bind_views(
         _buffer("q", p.q, rows, F16, device),
         _buffer("kv_pool", p.kv_pool, pool, E4M3 if p.fp8_kv_cache else F16, device),
@@ -132,14 +134,25 @@ def _launch(p: CtmDecodeParams) -> None:
         k_scale=p.k_scale if p.fp8_kv_cache else 1.0,
         v_scale=p.v_scale if p.fp8_kv_cache else 1.0,
         sliding_window=p.sliding_window,
-        skip_softmax=None,
+        skip_softmax=_skip_table(p, device, stream),
         tree_mask=_buffer("tree_mask", p.tree_mask, mask, I32, device) if tree else None,
         contiguous_query_swa=p.contiguous_query_swa,
         workspace=_CallerScratch(p, device),
         stream=stream,
+        stats=stats,
     )
     launch(stream)
     hold_until_done((launch,), device, stream)
+
+
+def _skip_table(p: CtmDecodeParams, device: int, stream: int) -> TensorView | None:
+    table, entries = p.skip_softmax_scale_table, p.skip_softmax_scale_table_len
+    if table is None or not entries:
+        return None
+    if isinstance(table, int) and table:
+        table = _packed(table, (entries,), I32, device)
+    name = "skip_softmax_scale_table"
+    return table_on_device(table, device, stream, name=name, entries=entries)
 
 
 class _CallerScratch(NamedTuple):

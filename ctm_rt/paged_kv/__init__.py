@@ -1,6 +1,6 @@
-"""The paged layout: its arithmetic, the page table, and the bookkeeping of a cache.
+"""The paged layout: its arithmetic, the page table, a cache's bookkeeping, and what writes it.
 
-The arithmetic imports nothing; the classes are imported when they are first used.
+The arithmetic imports nothing; all else is imported when it is first used.
 """
 
 from importlib import import_module
@@ -27,8 +27,10 @@ from ctm_rt.paged_kv.layout import (
 
 if TYPE_CHECKING:
     from ctm_rt.paged_kv.cache import PagedKvCache
+    from ctm_rt.paged_kv.moving import bind_copy_pages, bind_gather, copy_pages, gather
     from ctm_rt.paged_kv.pages import Move
     from ctm_rt.paged_kv.table import PageTable
+    from ctm_rt.paged_kv.writing import advance, append, bind_advance, bind_append
 
 __all__ = [
     "INT32_MAX",
@@ -41,23 +43,38 @@ __all__ = [
     "Move",
     "PageTable",
     "PagedKvCache",
+    "advance",
+    "append",
+    "bind_advance",
+    "bind_append",
+    "bind_copy_pages",
+    "bind_gather",
     "ceil_div",
     "compute_max_pages_per_seq",
     "compute_minimum_kv_pool_pages",
     "compute_minimum_swa_pool_pages",
     "compute_swa_private_pages_per_slot",
+    "copy_pages",
+    "gather",
     "is_reduced_kv_cache_capacity",
     "pages_per_slot",
     "resolve_kv_cache_capacity",
     "retained_pages",
 ]
 
-_PLACES = {"Move": "pages", "PageTable": "table", "PagedKvCache": "cache"}
+_PLACES = {
+    "cache": ("PagedKvCache",),
+    "moving": ("bind_copy_pages", "bind_gather", "copy_pages", "gather"),
+    "pages": ("Move",),
+    "table": ("PageTable",),
+    "writing": ("advance", "append", "bind_advance", "bind_append"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class on first use."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    return value
+    """Import a name on first use."""
+    for place, names in _PLACES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{place}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

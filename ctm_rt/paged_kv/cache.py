@@ -23,6 +23,7 @@ from ctm_rt.paged_kv.layout import (
     resolve_kv_cache_capacity,
     retained_pages,
 )
+from ctm_rt.paged_kv.moving import copy_pages, upload_moves
 from ctm_rt.paged_kv.pages import Move, PagePool
 from ctm_rt.paged_kv.table import PageTable
 from ctm_rt.paged_kv.upload import DeviceRows
@@ -41,9 +42,9 @@ class _Sequence:
 class PagedKvCache:
     """Slots for ``batch`` sequences over pools that share page ids, one pool per layer.
 
-    A step is ``extend`` (makes room), ``upload``, the copies of the moves that ``extend`` returned,
-    the kernels that write the new tokens' keys and values, and ``advance`` (counts the tokens).
-    Whatever raises has changed nothing. For one thread at a time.
+    A step is ``extend`` (makes room), ``copy_pages`` of the moves that it returned, ``advance``
+    (counts the tokens) and ``upload``; then, for each layer, ``append`` of the new tokens' keys and
+    values, and attention. Whatever raises has changed nothing. For one thread at a time.
 
     With a reduced ``kv_cache_capacity`` each sequence keeps only the pages of its last so many
     tokens (a sliding window); the table's entries left of it are unused. Layers of different
@@ -149,6 +150,13 @@ class PagedKvCache:
         """Queue what changed of the table and of the lengths; see ``PageTable.upload``."""
         self.table.upload(stream)
         self._length_rows.upload(stream)
+
+    def copy_pages(self, moves: list[Move], stream: object = None) -> None:
+        """Queue the copies of ``moves`` in every pool; any wait for what is on the stream."""
+        if moves:
+            on_device = upload_moves(moves, self.device, stream)
+            for pool in self.pools:
+                copy_pages(pool, on_device, stream=stream)
 
     # ---- what changes it -------------------------------------------------------------------------
 

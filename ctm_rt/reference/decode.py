@@ -1,7 +1,7 @@
 """Decode attention over a paged cache, as it is defined and as a kernel rounds it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,8 @@ from ctm_rt.errors import ArgumentError
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 
 Array = npt.NDArray[Any]
+Pairs = Sequence[tuple[int, int]] | Array
+Counts = int | Sequence[int]
 
 _TILE_TOKENS = 64  # dealt to the partial results in turn, as a kernel deals its own
 
@@ -36,6 +38,8 @@ def decode_attention(
     sliding_window: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    skip_softmax: Pairs | None = None,
+    num_partials: Counts = 1,
     tree_mask: Array | None = None,
     contiguous_query_swa: bool = False,
 ) -> npt.NDArray[np.float64]:
@@ -54,6 +58,12 @@ def decode_attention(
     scale : float; multiplies the scores
     sinks : (num_q_heads,), optional; natural-log logits that join the denominator unscaled
     sliding_window : int; keys seen, the current one included; 0 means all
+    skip_softmax : pairs (length bin, S), as (n, 2) or one after the other, optional
+        A sequence goes by the last pair whose bin its length reaches; without one, or with S = 0,
+        it attends all that it sees. Else its pages are dealt to ``num_partials`` in turn, and each
+        drops those whose largest score lies, for every query head of the KV head, below that of
+        its pages before, and by more than log(length / S). A NaN keeps its page and those after.
+    num_partials : int, or one of each sequence
     tree_mask : (batch, query_len, words), int32; bit j % 32 of word j // 32 of row i
         Row i sees draft key j. Needed for more than one query token. Past keys are always seen,
         nothing is causal.
@@ -65,13 +75,17 @@ def decode_attention(
     out : float64, shape of ``q``
     """
     group = q.shape[-2] // kv_pool.shape[2]
+    pairs = _pairs(skip_softmax, tree_mask)
     out = np.zeros(q.shape)
     rows = _rows(q, kv_pool, page_table, seq_lens, sliding_window, tree_mask, contiguous_query_swa)
     with np.errstate(invalid="ignore", over="ignore"):  # inf and NaN in the input are the caller's
         for row, g in itertools.product(rows, range(kv_pool.shape[2])):
             k, v = row.keys_and_values(kv_pool, g, np.float64)
-            for h in range(g * group, (g + 1) * group):
-                scores = k @ q[row.token][h].astype(np.float64) * scale * k_scale
+            heads = range(g * group, (g + 1) * group)
+            all_scores = q[row.token][heads].astype(np.float64) @ k.T * scale * k_scale
+            kept = row.kept(all_scores, pairs, num_partials)
+            v = v[kept]
+            for h, scores in zip(heads, all_scores[:, kept], strict=True):
                 sink = -np.inf if sinks is None else float(sinks[h])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
@@ -87,11 +101,12 @@ def decode_attention_plain(
     seq_lens: Array,
     *,
     scale: float,
-    num_partials: int = 1,
+    num_partials: Counts = 1,
     sinks: Array | None = None,
     sliding_window: int = 0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    skip_softmax: Pairs | None = None,
     tree_mask: Array | None = None,
     contiguous_query_swa: bool = False,
 ) -> npt.NDArray[np.float16]:
@@ -102,6 +117,7 @@ def decode_attention_plain(
     """
     scale_log2 = np.float32(scale * k_scale * np.log2(np.e))
     group = q.shape[-2] // kv_pool.shape[2]
+    pairs = _pairs(skip_softmax, tree_mask)
     out = np.zeros(q.shape, np.float16)
     rows = _rows(q, kv_pool, page_table, seq_lens, sliding_window, tree_mask, contiguous_query_swa)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -109,17 +125,48 @@ def decode_attention_plain(
             heads = slice(g * group, (g + 1) * group)
             k, v = row.keys_and_values(kv_pool, g, np.float32)
             scores = q[row.token][heads].astype(np.float32) @ k.T * scale_log2
-            owner = row.keys // _TILE_TOKENS % num_partials
-            parts = [_partial(scores[:, owner == i], v[owner == i]) for i in np.unique(owner)]
+            owner = row.keys // _TILE_TOKENS % row.of(num_partials)
+            kept = row.kept(scores * np.log(2), pairs, num_partials)
+            parts = [
+                _partial(scores[:, mine], v[mine])
+                for mine in (kept & (owner == i) for i in np.unique(owner[kept]))
+            ]
             logits = None if sinks is None else sinks[heads].astype(np.float32)
             out[row.token][heads] = (_merge(parts, logits) * v_scale).astype(np.float16)
     return out
+
+
+def dropped_pages(
+    q: Array,
+    kv_pool: Array,
+    page_table: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    skip_softmax: Pairs,
+    num_partials: Counts = 1,
+    sliding_window: int = 0,
+    k_scale: float = 1.0,
+) -> npt.NDArray[np.int64]:
+    """Return how many pages ``decode_attention`` drops: (batch, num_kv_heads)."""
+    group = q.shape[-2] // kv_pool.shape[2]
+    pairs = _pairs(skip_softmax, None)
+    counts = np.zeros((len(seq_lens), kv_pool.shape[2]), np.int64)
+    rows = _rows(q, kv_pool, page_table, seq_lens, sliding_window, None, False)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, g in itertools.product(rows, range(kv_pool.shape[2])):
+            k, _ = row.keys_and_values(kv_pool, g, np.float64)
+            heads = q[row.token][g * group : (g + 1) * group].astype(np.float64)
+            kept = row.kept(heads @ k.T * scale * k_scale, pairs, num_partials)
+            counts[row.token[0], g] = len(np.unique(row.keys[~kept] // TOKENS_PER_PAGE))
+    return counts
 
 
 class _Row(NamedTuple):
     """One query token and the keys that it sees; there is at least one."""
 
     token: tuple[int, ...]  # its index in ``q``
+    length: int  # of the sequence
     keys: Array  # cache positions
     pages: Array  # (2, keys), the K and the V page of each
 
@@ -127,6 +174,29 @@ class _Row(NamedTuple):
         gathered = pool[self.pages, self.keys % TOKENS_PER_PAGE, kv_head]
         k, v = _floats(gathered).astype(dtype)
         return k, v
+
+    def of(self, counts: Counts) -> int:
+        return counts if isinstance(counts, int) else int(counts[self.token[0]])
+
+    def kept(self, scores: Array, pairs: Array, num_partials: Counts) -> Array:
+        """Return whether skip-softmax leaves each key, by the scores (heads, keys) of a KV head."""
+        kept = np.ones(len(self.keys), bool)
+        scale = 0
+        for lower, value in pairs:
+            if lower <= self.length:
+                scale = value
+        if scale == 0:
+            return kept
+        log_lambda = np.log(scale / self.length)
+        maxima: dict[int, Array] = {}  # of each partial result, so far
+        for page in np.unique(self.keys // TOKENS_PER_PAGE):
+            inside = self.keys // TOKENS_PER_PAGE == page
+            partial = page % self.of(num_partials)
+            top = scores[:, inside].max(axis=1)
+            before = maxima.get(partial, np.full_like(top, -np.inf))
+            kept[inside] = not ((top < before) & (top - before < log_lambda)).all()
+            maxima[partial] = np.maximum(before, top)
+        return kept
 
 
 def _rows(
@@ -157,7 +227,20 @@ def _rows(
                     j = key - first_query
                     visible[key] &= bool(tree_mask[b, i, j // 32] >> (j % 32) & 1)
             if visible.any():
-                yield _Row((b, i)[: q.ndim - 2], keys[visible], pages[:, visible])
+                yield _Row((b, i)[: q.ndim - 2], end, keys[visible], pages[:, visible])
+
+
+def _pairs(skip_softmax: Pairs | None, tree_mask: Array | None) -> Array:
+    """Return the (length bin, S) pairs; none where every page counts."""
+    if skip_softmax is None:
+        return np.empty((0, 2), np.int64)
+    if tree_mask is not None:
+        raise ArgumentError("skip_softmax", "None with a tree mask", skip_softmax)
+    flat = np.asarray(skip_softmax, np.int64).reshape(-1)
+    if flat.size % 2 or (flat < 0).any() or (np.diff(flat[::2]) <= 0).any():
+        expected = "pairs (length bin, S), not negative, bins ascending"
+        raise ArgumentError("skip_softmax", expected, flat.tolist())
+    return flat.reshape(-1, 2)
 
 
 def _partial(scores: Array, v: Array) -> tuple[Array, Array, Array]:

@@ -64,10 +64,10 @@ class Merge:
 
     def store_warp(self, smem, warp, lane, acc, row_max, row_sum):
         """Store a warp's state; call it between two barriers of the CTA."""
-        config, head_tiles = self.config, self.shape.head_tiles
+        layout, head_tiles = self.layout, self.shape.head_tiles
         group, quad = lane >> 2, lane & 3
-        token_group = warp >> log2(config.dim_split)
-        first_dim = (warp & (config.dim_split - 1)) * config.dims
+        token_group = warp >> log2(layout.dim_split)
+        first_dim = (warp & (layout.dim_split - 1)) * layout.dims
         for n in range(head_tiles):
             for c in range(2):
                 head = HEADS_PER_TILE * n + 2 * quad + c
@@ -76,9 +76,9 @@ class Merge:
                 ptx.st_shared_f32x2(
                     self.stats_address(smem, token_group, head), (row_max[2 * n + c], total)
                 )
-                for m in range(config.dims // 16):
+                for m in range(layout.dims // 16):
                     for half in range(2):
-                        if config.kv_dtype == "e4m3":
+                        if self.config.kv_dtype == "e4m3":
                             dim = 16 * m + 2 * group + half
                         else:
                             dim = 16 * m + group + 8 * half

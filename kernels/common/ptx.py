@@ -119,6 +119,29 @@ def reciprocal_approx(x):
     return asm("rcp.approx.ftz.f32 {$w0}, {$r0};", (Float32,), (x,))
 
 
+def log2(x):
+    return asm("lg2.approx.f32 {$w0}, {$r0};", (Float32,), (x,))
+
+
+def max_nan(a, b):
+    """Return the larger; NaN if either is."""
+    return asm("max.NaN.f32 {$w0}, {$r0}, {$r1};", (Float32,), (a, b))
+
+
+def f32x4_to_e4m3x4(values):
+    """Round to nearest even, and what is too large to 448; NaN becomes 0x7f. From sm_89."""
+    return asm(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        (Uint32,),
+        tuple(values),
+    )
+
+
+def reciprocal(x):
+    return asm("rcp.rn.f32 {$w0}, {$r0};", (Float32,), (x,))
+
+
 def mul_rn(a, b):
     """Multiply, never contracted with an addition."""
     return asm("mul.rn.f32 {$w0}, {$r0}, {$r1};", (Float32,), (a, b))
@@ -127,6 +150,14 @@ def mul_rn(a, b):
 def funnel_shift_right(low, high, shift):
     """Return the lower half of (high, low) >> (shift % 32)."""
     return asm("shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};", (Uint32,), (low, high, shift))
+
+
+def fma_rn(a, b, c):
+    return asm("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", (Float32,), (a, b, c))
+
+
+def absolute(x):
+    return asm("abs.f32 {$w0}, {$r0};", (Float32,), (x,))
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -139,6 +170,34 @@ def ld_global_i32(address):
 def ld_global_f32(address, predicate=None):
     """Undefined where there is a predicate and it is false."""
     return asm("ld.global.nc.f32 {$w0}, [{$r0}];", (Float32,), (address,), predicate)
+
+
+def ld_global_u32(address):
+    return asm("ld.global.nc.b32 {$w0}, [{$r0}];", (Uint32,), (address,))
+
+
+def ld_global_u32x2(address):
+    return asm("ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];", (Uint32,) * 2, (address,))
+
+
+def ld_relaxed_u32x4(address, predicate):
+    """Load 16 bytes that nobody reads again; undefined without ``predicate``.
+
+    The assembler keeps the order of relaxed loads. Plain and ``.nc`` ones it moves down to their
+    use, behind the wait for what was meant to come meanwhile. At CTA scope ids come from L1, though
+    not these bytes; where a whole grid read its ids from one place in L2, appending 128 tokens to
+    256 sequences took 83 us on an H200, and takes 71.
+    """
+    return asm(
+        "ld.relaxed.cta.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        (Uint32,) * 4,
+        (address,),
+        predicate,
+    )
+
+
+def ld_relaxed_i32(address):
+    return asm("ld.relaxed.cta.global.b32 {$w0}, [{$r0}];", (Int32,), (address,))
 
 
 def ld_l2_f32x4(address):
@@ -183,6 +242,14 @@ def st_global_i32(address, value):
 def atomic_add_acq_rel(address, value):
     """Add at GPU scope; what this CTA wrote before is visible to whoever reads the sum."""
     return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
+
+
+def reduce_add_i32(address, value, predicate):
+    asm(
+        "red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};",
+        inputs=(address, value),
+        predicate=predicate,
+    )
 
 
 def ld_shared_f32(smem):
@@ -240,7 +307,7 @@ def st_shared_i32(smem, value):
 # --- memory barriers -----------------------------------------------------------------------------
 
 
-def mbarrier_init(smem, predicate, arrivals=1):
+def mbarrier_init(smem, predicate=None, arrivals=1):
     """Make a barrier for arrivals and the bytes they announce; ``fence_mbarrier_init`` next."""
     asm(
         f"mbarrier.init.shared::cta.b64 [{{$r0}}], {arrivals};", inputs=(smem,), predicate=predicate
@@ -255,7 +322,7 @@ def fence_mbarrier_init():
     asm("fence.mbarrier_init.release.cluster;")
 
 
-def mbarrier_expect(smem, nbytes, predicate):
+def mbarrier_expect(smem, nbytes, predicate=None):
     """Arrive, and announce ``nbytes`` that asynchronous copies will bring."""
     asm(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};",

@@ -3,7 +3,7 @@
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute, range_constexpr
 
-from ctm_rt.decode.plan import MAX_GROUPS
+from ctm_rt.decode.plan import MAX_GROUPS, MAX_SPARE_GROUPS_PER_SM
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 from kernels.common import ptx
 from kernels.common.layout import log2
@@ -38,16 +38,17 @@ class Schedule:
     def balance(self, lengths, batch, max_pages, sliding_window, spare_groups, work, lane):
         """Return (sequence, group, groups) of the ``work``-th group of the batch.
 
-        A sequence gets one group; one of more than 1.5 times the mean's tiles, or any with
-        ``split_equal``, gets groups in proportion: with ``budget`` tiles a group, rounded, they are
-        at most batch + spare_groups.
-        Past the last, group is not below groups.
+        A sequence gets groups in proportion to its tiles, at least one: with ``budget`` tiles a
+        group, rounded, they are at most batch + spare_groups. Past the last, group is not below
+        groups. Unless ``split_equal``, and where the batch alone fills the GPU (``plan_decode``),
+        one that is not longer than 1.5 times the mean gets one.
         """
         total = Int32(0)
         for first in cutlass.range(0, batch, 32):
             total += self.count_tiles(lengths, first + lane, batch, max_pages, sliding_window)
         total = ptx.warp_reduce(total, ptx.add)
         mean = total // batch
+        full = MAX_SPARE_GROUPS_PER_SM * batch >= spare_groups
         budget = cutlass.max((total + spare_groups - 1) // spare_groups, Int32(1))
         sequence = Int32(0)
         group = Int32(MAX_GROUPS)
@@ -60,7 +61,8 @@ class Schedule:
             if const_expr(not self.split_equal):
                 # Splitting what is no longer than the others costs a merge: 64/4 heads, batch 32 of
                 # 4,096 tokens 72 us in two groups each, 65 in one.
-                wanted = ptx.select(tiles > mean + (mean >> 1), wanted, Int32(1))
+                one = full & (tiles <= mean + (mean >> 1))
+                wanted = ptx.select(one, Int32(1), wanted)
             mine = ptx.select(
                 first + lane < batch, cutlass.min(wanted, Int32(MAX_GROUPS)), Int32(0)
             )

@@ -6,14 +6,14 @@ from dataclasses import replace
 from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelLayout, KernelShape
 
 # Measured on an H200 at batch 1, 8 and 32 (docs/measurements.md). cp.async wins where few CTAs wait
-# for their first bytes, the tensor copy where warps compute most of the time. 16 CTAs a cluster pay
-# with at most four clusters, one to a GPC: few KV heads and long rows.
+# for their first bytes, the tensor copy where there are many. 16 CTAs a cluster pay with at most
+# four clusters, one to a GPC: few KV heads and long rows.
 _T = {"tensor_copy": True}
 _LARGE_SMEM = {
     ("f16", 32): [
         KernelShape(8, 8, 2, 2),
         KernelShape(4, 8, 2, 2),
-        KernelShape(2, 8, 2, 3, **_T),
+        KernelShape(2, 4, 2, 3, **_T),
         KernelShape(1, 8, 2, 3, **_T),
     ],
     ("f16", 64): [
@@ -25,11 +25,11 @@ _LARGE_SMEM = {
     ("f16", 128): [
         KernelShape(8, 4, 1, 3),
         KernelShape(4, 4, 1, 3),
-        KernelShape(2, 4, 1, 3, **_T),
+        KernelShape(2, 4, 1, 3),
         KernelShape(1, 4, 1, 3, **_T),
     ],
     ("f16", 256): [
-        KernelShape(8, 8, 1, 3, **_T),
+        KernelShape(8, 4, 1, 3, warp_dims=256, **_T),
         KernelShape(4, 8, 1, 2, **_T),
         KernelShape(2, 8, 1, 2, **_T),
         KernelShape(1, 8, 1, 2, **_T),
@@ -50,18 +50,20 @@ _LARGE_SMEM = {
     ("e4m3", 64): [
         KernelShape(8, 8, 2, 3),
         KernelShape(4, 8, 2, 3),
-        KernelShape(2, 8, 2, 3, **_T),
+        KernelShape(2, 8, 2, 2),
         KernelShape(1, 8, 2, 2, **_T),
     ],
     ("e4m3", 128): [
         KernelShape(8, 8, 1, 3, max_tokens=1024),
-        KernelShape(8, 8, 2, 3, **_T),
+        KernelShape(8, 8, 2, 3),
         KernelShape(4, 8, 1, 3),
-        KernelShape(2, 8, 1, 3, **_T),
+        KernelShape(2, 8, 1, 3),
+        KernelShape(1, 2, 1, 2, max_tokens=1024, min_ctas=768, **_T),
         KernelShape(1, 8, 1, 2, **_T),
     ],
     ("e4m3", 256): [
-        KernelShape(16, 8, 1, 3),
+        KernelShape(16, 4, 1, 2, warp_dims=256, max_tokens=512),
+        KernelShape(16, 4, 1, 3, warp_dims=256),
         KernelShape(8, 8, 2, 2, **_T),
         KernelShape(4, 8, 1, 3, **_T),
         KernelShape(2, 8, 2, 2, **_T),
@@ -93,6 +95,13 @@ _LARGE_SMEM_16_HEADS = {
         KernelShape(2, 8, 1, 3, **_T),
         KernelShape(1, 4, 2, 3, **_T),
     ],
+    ("e4m3", 256): [
+        KernelShape(16, 8, 1, 3),
+        KernelShape(8, 8, 2, 2, **_T),
+        KernelShape(4, 8, 1, 3, **_T),
+        KernelShape(2, 8, 2, 2, **_T),
+        KernelShape(1, 8, 2, 2, **_T),
+    ],
 }
 
 # Bytes of shared memory one CTA may have, where not 227 KB of an SM's 228 (CUDA programming guide,
@@ -114,6 +123,7 @@ def decode_config(kv_dtype: str, head_dim: int, gpu_arch: str) -> DecodeConfig:
             for shape in shapes
             if shape.cluster in clusters and not shape.max_tokens
         ]
+    shapes += [replace(shape, skips=True) for shape in shapes]
     return replace(config, kernels=tuple(shapes))
 
 
@@ -129,6 +139,7 @@ def _fit(config: DecodeConfig, smem_nbytes: int) -> KernelShape:
                     token_tiles=token_tiles,
                     stages=stages,
                     tensor_copy=shape.tensor_copy and config.has_clusters,
+                    warp_dims=128,
                 )
                 if KernelLayout(config, fitting).smem_nbytes <= smem_nbytes:
                     return fitting

@@ -6,7 +6,6 @@ from ctm_rt.decode.plan import HEADS_PER_TILE, MAX_GROUPS
 from kernels.common.layout import SlotLayout
 
 MMA_TOKENS = 16
-MAX_DIMS_PER_WARP = 128  # more accumulators than 64 a thread spill, with 16 heads
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,13 @@ class KernelShape:
     stages: int
     tensor_copy: bool = False  # K and V come by tensor copies, else by cp.async
     max_tokens: int = 0  # planned for up to so many tokens a CTA; 0: for any number
+    min_ctas: int = 0  # and for so many CTAs, on a GPU of 132 SMs
     load_only: bool = False  # bring every visible byte and compute nothing: the memory's ceiling
     head_tiles: int = 1  # 8 * head_tiles query heads per CTA
+    # Of K and V that a warp takes, at most; warps share longer rows. 64 accumulators a thread do
+    # not spill: 256 dimensions of 8 heads, 128 of 16.
+    warp_dims: int = 128
+    skips: bool = False  # it serves calls with a skip-softmax table; the others have no code for it
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,6 @@ class DecodeConfig:
     @property
     def kv_nbytes(self) -> int:
         return 1 if self.kv_dtype == "e4m3" else 2
-
-    @property
-    def dims(self) -> int:
-        """Dimensions per warp; ``dim_split`` warps share a token."""
-        return min(self.head_dim, MAX_DIMS_PER_WARP)
-
-    @property
-    def dim_split(self) -> int:
-        return self.head_dim // self.dims
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,22 @@ class KernelLayout:
     shape: KernelShape
 
     @property
+    def dims(self) -> int:
+        """Dimensions per warp; ``dim_split`` warps share a token."""
+        return min(self.config.head_dim, self.shape.warp_dims)
+
+    @property
+    def dim_split(self) -> int:
+        return self.config.head_dim // self.dims
+
+    @property
     def threads(self) -> int:
         return 32 * self.shape.warps
 
     @property
     def token_groups(self) -> int:
         """Sets of ``dim_split`` warps that share their tokens."""
-        return self.shape.warps // self.config.dim_split
+        return self.shape.warps // self.dim_split
 
     @property
     def tile_tokens(self) -> int:
@@ -80,7 +84,7 @@ class KernelLayout:
     @property
     def slot(self) -> SlotLayout:
         rows = MMA_TOKENS * self.shape.token_tiles
-        return SlotLayout(rows, self.config.dims * self.config.kv_nbytes, self.shape.stages)
+        return SlotLayout(rows, self.dims * self.config.kv_nbytes, self.shape.stages)
 
     def pushed_nbytes(self, heads):
         """Bytes that arrive in a CTA's inbox: of each CTA accumulators, then (m, l)."""
@@ -105,7 +109,7 @@ class KernelLayout:
     @property
     def q(self) -> int:
         exchanged = 2 * self.shape.warps * self.exchange_nbytes
-        return _align(self.exchange + (exchanged if self.config.dim_split > 1 else 0))
+        return _align(self.exchange + (exchanged if self.dim_split > 1 else 0))
 
     @property
     def q_row_nbytes(self) -> int:

@@ -150,20 +150,34 @@ class Call:
         arguments = self.arrays | self.inputs.scalars | {"out": self.out}
         return ctm_rt.bind_decode(**arguments | {"workspace": self.workspace} | changed)
 
-    def kernels(self) -> dict[int, Any]:
-        """Return the module's kernels that can serve the call, by their index."""
+    def kernels(self, *, skips: bool = False) -> dict[int, Any]:
+        """Return the module's kernels that can serve the call, by their index.
+
+        ``skips``: those for skip-softmax. Of those for fewer heads two CTAs share a KV head.
+        """
         ratio = self.inputs.num_q_heads // self.inputs.num_kv_heads
         table = plan.decode_kernels(self.kernel.manifest.config)
         tiles = -(-ratio // plan.HEADS_PER_TILE)
-        return {i: kernel for i, kernel in enumerate(table) if kernel.head_tiles == tiles}
+        return {
+            i: kernel
+            for i, kernel in enumerate(table)
+            if kernel.head_tiles <= tiles and kernel.skips == skips
+        }
 
     def bind_kernel(
-        self, index: int, num_groups: int, spare_groups: int, module: Kernel | None = None
+        self,
+        index: int,
+        num_groups: int,
+        spare_groups: int,
+        module: Kernel | None = None,
+        **more: object,
     ) -> Callable[..., object]:
         """Bind a kernel of the module, or of a copy of it, dealt as a plan may not choose."""
         inputs = self.inputs
         rows = self.partial_rows(num_groups, spare_groups)
-        partial = plan.partial_elems(self.module.head_dim, self.kernels()[index].cluster)
+        partial = plan.partial_elems(
+            self.module.head_dim, self.kernel.manifest.config["kernels"][index]["cluster"]
+        )
         self.scratch = view(DeviceArray.empty((rows * partial,), DType("f32"), DEVICE))
         return (module or self.kernel).bind(
             **self.arrays,
@@ -177,6 +191,7 @@ class Call:
             num_groups=num_groups,
             spare_groups=spare_groups,
             **self.more_scalars,
+            **more,
         )
 
     @property
@@ -192,9 +207,9 @@ class Call:
         self, dealings: Sequence[tuple[int, int]] = DEALINGS
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Run each kernel that can serve the call, dealt in each way; yield what and ``out``."""
-        for (index, kernel), dealing in itertools.product(self.kernels().items(), dealings):
+        for index, dealing in itertools.product(self.kernels(), dealings):
             got = self.run(self.bind_kernel(index, *dealing))
-            yield f"{kernel}, (num_groups, spare_groups) {dealing}", got
+            yield f"kernel {index}, (num_groups, spare_groups) {dealing}", got
 
     def poison(self) -> None:
         """Fill with NaN what the launch must write before it reads, or not touch."""

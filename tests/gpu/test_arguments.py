@@ -2,13 +2,16 @@
 
 import gc
 import sys
+import threading
 
+import cuda.bindings.driver as cu
 import numpy as np
 import pytest
 
 import ctm_rt
+from ctm_rt import driver
 from ctm_rt.memory import DeviceArray
-from tests.gpu.device import Call, assert_matches, place
+from tests.gpu.device import DEVICE, Call, assert_matches, new_stream, place
 from tests.gpu.inputs import Module, make
 
 
@@ -85,6 +88,29 @@ def test_temporaries(module: Module) -> None:
         del arrays
         place(np.full(inputs.kv_pool.shape, 0x7F7F, np.uint16))  # lands in memory freed too early
     for out in queued:
+        assert_matches(ctm_rt.to_host(out), inputs)
+
+
+def test_a_thread_without_a_context(any_module: Module) -> None:
+    """The first call of a thread, on another's stream; it leaves no context behind."""
+    inputs = make(any_module, [300, 5])
+    call = Call(any_module, inputs)
+    answers: list[object] = []
+
+    def work(stream: int) -> None:
+        for _ in range(20):
+            answers.append(ctm_rt.decode_attention(**call.arrays, **inputs.scalars, stream=stream))
+        answers.append(int(driver.check("cuCtxGetCurrent", cu.cuCtxGetCurrent())))
+
+    with new_stream() as stream:
+        thread = threading.Thread(target=work, args=(stream,))
+        thread.start()
+        thread.join()
+        driver.synchronize(stream, DEVICE)
+    *outs, context = answers
+    assert context == 0
+    assert len(outs) == 20
+    for out in outs:
         assert_matches(ctm_rt.to_host(out), inputs)
 
 
