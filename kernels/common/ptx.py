@@ -6,7 +6,7 @@ memory is addressed by its 32-bit window address, global memory by a 64-bit addr
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import arith
 
 LOG2_E = 1.4426950408889634
@@ -433,11 +433,16 @@ def add(a, b):
     return a + b
 
 
+def magic(divisor):
+    """Return what ``divmod_by_magic`` takes; the host works it out."""
+    return Uint32(Int64(0xFFFFFFFF) // Int64(divisor))
+
+
 def divmod_by_magic(n, divisor, magic):
     """Return ``n // divisor, n % divisor`` for 0 <= n < 2**31.
 
-    ``magic`` is (2**32 - 1) // divisor: the product falls short of the quotient by at most one. A
-    run-time division is some 40 instructions in front of the first load.
+    ``magic`` is that of the divisor, (2**32 - 1) // divisor: the product falls short of the
+    quotient by at most one. A run-time division is some 40 instructions in front of the first load.
     """
     quotient = cutlass.Int32(cute.arch.mul_hi(Uint32(n), Uint32(magic)))
     remainder = n - quotient * divisor

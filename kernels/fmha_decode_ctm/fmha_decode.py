@@ -20,7 +20,7 @@ from cutlass.experimental.cuda import TensorMap
 
 from ctm_rt.decode.plan import HEADS_PER_TILE, max_gqa_ratio
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
-from kernels.common import ptx
+from kernels.common import launch, ptx
 from kernels.common.layout import log2
 from kernels.common.merge import Cta, Groups, Merge, finite
 from kernels.common.ring import AsyncCopy, TensorCopy, Tile
@@ -152,12 +152,7 @@ class DecodeKernel:
         self.halves_heads = self.layout.max_heads < most and not shape.load_only
         self.skip = SkipSoftmax(self.layout, halves=self.halves_heads)
 
-        self.launch_options = {}
-        if config.has_clusters:
-            # The next kernel's launch overlaps this one's tail; see griddepcontrol_wait.
-            self.launch_options["use_pdl"] = True
-        if shape.cluster > 1:
-            self.launch_options["cluster"] = (shape.cluster, 1, 1)
+        self.launch_options = launch.options(overlaps=config.has_clusters, cluster=shape.cluster)
         if shape.skips:  # else ptxas aims at more CTAs an SM, and spills up to 32 bytes
             self.launch_options["min_blocks_per_mp"] = 1
 
@@ -170,7 +165,7 @@ class DecodeKernel:
         shards = Int32(1)
         if self.halves_heads:
             shards = (ratio + (self.layout.max_heads - 1)) // self.layout.max_heads
-        magic = Uint32(Int64(0xFFFFFFFF) // Int64(num_kv_heads * shards))
+        magic = ptx.magic(num_kv_heads * shards)
         kv_map = self.loads.map_pool(kv_pool, self.config.kv_nbytes, TOKENS_PER_PAGE)
         self.kernel(
             kv_map, q, kv_pool, page_table, seq_lens, sinks, out, workspace, semaphores, scale_log2,

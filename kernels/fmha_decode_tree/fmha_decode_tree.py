@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from cutlass.experimental.cuda import TensorMap
 
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
-from kernels.common import ptx
+from kernels.common import launch, ptx
 from kernels.common.layout import log2
 from kernels.common.merge import Groups
 from kernels.common.signature import ScalarParameter, StreamParameter, TensorParameter
@@ -95,12 +95,7 @@ class TreeKernel:
         self.attend = Attend(self.layout)
         self.merge = TreeMerge(self.layout)
 
-        self.launch_options = {}
-        if config.has_clusters:
-            # The next kernel's launch overlaps this one's tail; see griddepcontrol_wait.
-            self.launch_options["use_pdl"] = True
-        if shape.cluster > 1:
-            self.launch_options["cluster"] = (shape.cluster, 1, 1)
+        self.launch_options = launch.options(overlaps=config.has_clusters, cluster=shape.cluster)
 
     def launch(
         self, q, kv_pool, page_table, seq_lens, tree_mask, sinks, out, workspace, semaphores,
@@ -109,9 +104,7 @@ class TreeKernel:
         num_kv_heads = kv_pool.shape[2]
         ratio = q.shape[2] // num_kv_heads
         blocks = (q.shape[1] * ratio + (self.layout.rows - 1)) // self.layout.rows
-        magics = [
-            Uint32(Int64(0xFFFFFFFF) // Int64(n)) for n in (num_kv_heads * blocks, blocks, ratio)
-        ]
+        magics = [ptx.magic(n) for n in (num_kv_heads * blocks, blocks, ratio)]
         kv_map = self.attend.loads.map_pool(kv_pool, self.config.kv_nbytes, TOKENS_PER_PAGE)
         self.kernel(
             kv_map, q, kv_pool, page_table, seq_lens, tree_mask, sinks, out, workspace, semaphores,

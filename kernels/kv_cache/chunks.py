@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
-from kernels.common import ptx
+from kernels.common import launch, ptx
 from kernels.common.layout import log2
 
 CHUNK_NBYTES = 16
@@ -50,7 +50,9 @@ class Divisors(NamedTuple):
 
     @classmethod
     def of(cls, ctas, heads, row_chunks):
-        return cls(ctas, _magic(ctas), heads, _magic(heads), row_chunks, _magic(row_chunks))
+        return cls(
+            ctas, ptx.magic(ctas), heads, ptx.magic(heads), row_chunks, ptx.magic(row_chunks)
+        )
 
     def share(self, block):
         item, part = ptx.divmod_by_magic(block, self.ctas, self.ctas_magic)
@@ -62,17 +64,13 @@ class Divisors(NamedTuple):
         return *ptx.divmod_by_magic(row, self.heads, self.heads_magic), chunk
 
 
-def _magic(divisor):
-    return Uint32(Int64(0xFFFFFFFF) // Int64(divisor))
-
-
 def launch_options(dealing, ctas, stream, overlaps):
     """Return how to launch; with ``overlaps`` the launch begins before the last kernel's end.
 
     x alone may pass 65,535 CTAs, and a batch may.
     """
     options = {"grid": (ctas, 1, 1), "block": (dealing.threads, 1, 1), "stream": stream}
-    return options | ({"use_pdl": True} if overlaps else {})
+    return options | launch.options(overlaps=overlaps)
 
 
 def page_rows(kv_pool, page, nbytes):
