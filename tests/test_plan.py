@@ -147,6 +147,16 @@ def test_sizes_are_little_larger_than_the_widest_plan():
     assert planning.workspace_elems(1024, 16, 128) == (1024 + 768 + 1) * 16 * 130
 
 
+def test_counters_of_clusters_that_have_several_groups():
+    """One for each CTA of a cluster, also where two clusters share the heads of a KV head."""
+    alone = DecodeProblem(1, 1, 1, 512, 512)
+    halved = DecodeProblem(1, 16, 1, 128, 64)
+    for p, counters in ((alone, 16), (halved, 2 * 8)):
+        plan = plan_decode(p, num_sms=132, kernels=table(p))
+        assert plan.num_groups > 1
+        assert plan.semaphore_elems == counters <= planning.semaphore_elems(1, 1)
+
+
 @given(planned(max_batch=60), st.data())
 def test_every_token_is_dealt_once(case, data):
     """Whatever the lengths: to one CTA, whose group leaves its partial in a row of its own."""
@@ -273,6 +283,17 @@ def test_the_first_kernel_that_takes_so_many_tokens():
         for pages in (1, 512, 513, 4096)
     }
     assert taken == {1: 0, 512: 0, 513: 1, 4096: 1}
+
+
+def test_a_kernel_for_many_short_sequences():
+    """Its CTAs of two warps are too few for a GPU that they do not fill several times."""
+    p = DecodeProblem(128, 32, 8, 128, 8, fp8_kv_cache=True)
+    kernels = table(p)
+    many = plan_decode(p, num_sms=132, kernels=kernels)
+    few = plan_decode(dataclasses.replace(p, batch=90), num_sms=132, kernels=kernels)
+    assert (many.cluster, many.block) == (1, 64)
+    assert (few.cluster, few.block) == (1, 256)
+    assert plan_decode(p, num_sms=264, kernels=kernels).block == 256
 
 
 def test_there_are_nineteen_modules():
