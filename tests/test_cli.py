@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import ctm_rt
-from ctm_rt import cli, demo, doctor
+from ctm_rt import cli, demo, doctor, driver
 from ctm_rt.modules.manifest import HOST
 from tests.conftest import MODULES
 
@@ -30,6 +30,7 @@ def run(fake, decode_store):
 
 @pytest.fixture
 def no_gpu(fake):
+    driver.device_count()  # the driver is up: without a GPU it would not come up
     fake.set_devices(0)
 
 
