@@ -127,6 +127,23 @@ def is_packed(tensor: TensorView) -> bool:
     return tensor.strides == packed_strides(tensor.shape) or 0 in tensor.shape
 
 
+def with_axis(tensor: TensorView, axis: int) -> TensorView:
+    """Insert an axis of extent 1 behind another; ``axis`` is at least 1."""
+    shape, strides = tensor.shape, tensor.strides
+    return tensor._replace(
+        shape=(*shape[:axis], 1, *shape[axis:]),
+        strides=(*strides[:axis], strides[axis - 1], *strides[axis:]),
+    )
+
+
+def without_axis(tensor: TensorView, axis: int) -> TensorView:
+    """Take what comes first along an axis, which is gone then."""
+    shape, strides = tensor.shape, tensor.strides
+    return tensor._replace(
+        shape=shape[:axis] + shape[axis + 1 :], strides=strides[:axis] + strides[axis + 1 :]
+    )
+
+
 def nbytes(tensor: TensorView) -> int:
     """Return the bytes of all elements, gaps not counted."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,5 +1,6 @@
 """Modules of every architecture: they export, and the driver is asked for what the plan says."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -50,29 +51,40 @@ SHAPES = {  # batch, num_kv_heads, max_pages
 
 @pytest.fixture(scope="module")
 def archs(exported, tmp_path_factory):
-    """The root of a store per architecture, filled when it is first asked for."""
-    roots = {"sm_90a": exported}
-
-    def root(arch):
-        if arch not in roots:
-            roots[arch] = tmp_path_factory.mktemp(arch)
-            run_export(roots[arch], arch, *NAMES[arch])
-        return roots[arch]
-
-    return root
+    return stores(exported, NAMES, tmp_path_factory)
 
 
 @pytest.fixture(params=NAMES)
 def arch(request, fake, archs, monkeypatch):
     """An architecture whose modules are all that there are, on a device of it."""
-    root = archs(request.param)
+    with only(request.param, archs, fake, monkeypatch):
+        yield request.param
+
+
+def stores(exported, names, tmp_path_factory):
+    """Return what gives the root of an architecture's store, filled when it is first asked for."""
+    roots = {"sm_90a": exported}
+
+    def root(arch):
+        if arch not in roots:
+            roots[arch] = tmp_path_factory.mktemp(arch)
+            run_export(roots[arch], arch, *names[arch])
+        return roots[arch]
+
+    return root
+
+
+@contextlib.contextmanager
+def only(arch, roots, fake, monkeypatch):
+    """Let there be a device of the architecture, and no modules but those of its store."""
+    root = roots(arch)
     monkeypatch.setattr(store, "PREBUILT", root)
     monkeypatch.setattr(store, "USER", root / "none")
     monkeypatch.setattr(kernel, "_kernels", {})
     monkeypatch.setattr(loader, "_libraries", {})
     binding._check.cache_clear()
-    fake.set_devices(1, CAPABILITIES[request.param])
-    yield request.param
+    fake.set_devices(1, CAPABILITIES[arch])
+    yield
     binding._check.cache_clear()
 
 
@@ -115,9 +127,13 @@ def test_each_plan_is_one_launch(arch, fake):
 
 
 def test_what_the_exporter_found(arch):
-    """The kernels are those that the variant tells of, in their order."""
-    for name in NAMES[arch]:
+    assert_as_told(arch, {name: DECODE[name] for name in NAMES[arch]})
+
+
+def assert_as_told(arch, variants):
+    """The kernels are those that the variants tell of, in their order."""
+    for name, variant in variants.items():
         path = store.PREBUILT / arch / HOST / f"{name}.json"
         rows = read_manifest(path).config["kernels"]
-        told = DECODE[name].config(arch)["kernels"]
+        told = variant.config(arch)["kernels"]
         assert [{key: row[key] for key in told[0]} for row in rows] == told

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from ctm_rt import driver
 from ctm_rt.errors import ArgumentError
-from ctm_rt.tensor import HOST, DType, TensorView, as_dtype, is_packed, nbytes, packed_strides, view
+from ctm_rt.tensor import (
+    HOST,
+    DType,
+    TensorView,
+    as_dtype,
+    is_packed,
+    nbytes,
+    packed_strides,
+    view,
+    with_axis,
+    without_axis,
+)
 from tests.dlpack_producer import Producer
 
 DEVICE = (2, 0)
@@ -375,3 +386,15 @@ def test_views_leave_reference_counts_level() -> None:
         view(producers[1])
     assert [sys.getrefcount(thing) for thing in watched] == counts
     assert [producer.deleted for producer in producers] == [25_000, 25_000]
+
+
+def test_an_axis_more_and_one_less():
+    array = np.arange(24, dtype=np.float16).reshape(2, 3, 4)[:, ::2]
+    tensor = view(array)
+    for axis in (1, 2, 3):
+        more = with_axis(tensor, axis)
+        assert more.shape == np.expand_dims(array, axis).shape
+        assert without_axis(more, axis) == tensor
+    first = without_axis(tensor, 1)
+    assert (first.ptr, first.shape, first.strides) == (tensor.ptr, (2, 4), (12, 1))
+    assert first.owner is tensor.owner

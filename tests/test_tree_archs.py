@@ -5,15 +5,12 @@ import itertools
 import pytest
 
 import ctm_rt
-from ctm_rt.decode import binding
 from ctm_rt.decode.plan import DecodeProblem
-from ctm_rt.modules import kernel, loader, store
-from ctm_rt.modules.manifest import HOST, read_manifest
 from ctm_rt.tensor import DType
 from kernels.variants import VARIANTS
-from tests.conftest import TREE_MODULES, run_export
+from tests.conftest import TREE_MODULES
 from tests.decode_launch import PAGE
-from tests.test_archs import CAPABILITIES
+from tests.test_archs import assert_as_told, only, stores
 from tests.tree_launch import assert_planned, plan_of
 
 TREES = {v.name: v for v in VARIANTS if v.family == "fmha_decode_tree"}
@@ -30,30 +27,14 @@ SHAPES = tuple(itertools.product((1, 2, 3, 4, 32), (1, 8), (4, 16), (1, 16, 33, 
 
 @pytest.fixture(scope="module")
 def archs(exported_trees, tmp_path_factory):
-    """The root of a store per architecture, filled when it is first asked for."""
-    roots = {"sm_90a": exported_trees}
-
-    def root(arch):
-        if arch not in roots:
-            roots[arch] = tmp_path_factory.mktemp(arch)
-            run_export(roots[arch], arch, *NAMES[arch])
-        return roots[arch]
-
-    return root
+    return stores(exported_trees, NAMES, tmp_path_factory)
 
 
 @pytest.fixture(params=NAMES)
 def arch(request, fake, archs, monkeypatch):
     """An architecture whose modules are all that there are, on a device of it."""
-    root = archs(request.param)
-    monkeypatch.setattr(store, "PREBUILT", root)
-    monkeypatch.setattr(store, "USER", root / "none")
-    monkeypatch.setattr(kernel, "_kernels", {})
-    monkeypatch.setattr(loader, "_libraries", {})
-    binding._check.cache_clear()
-    fake.set_devices(1, CAPABILITIES[request.param])
-    yield request.param
-    binding._check.cache_clear()
+    with only(request.param, archs, fake, monkeypatch):
+        yield request.param
 
 
 def launch(p):
@@ -88,9 +69,4 @@ def test_each_plan_is_one_launch(arch, fake):
 
 
 def test_what_the_exporter_found(arch):
-    """The kernels are those that the variant tells of, in their order."""
-    for name in NAMES[arch]:
-        path = store.PREBUILT / arch / HOST / f"{name}.json"
-        rows = read_manifest(path).config["kernels"]
-        told = TREES[name].config(arch)["kernels"]
-        assert [{key: row[key] for key in told[0]} for row in rows] == told
+    assert_as_told(arch, {name: TREES[name] for name in NAMES[arch]})

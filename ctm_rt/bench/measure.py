@@ -15,7 +15,7 @@ from ctm_rt.decode.tree_plan import plan_tree, tree_kernels
 from ctm_rt.memory import DeviceArray, Workspace, to_device, to_host
 from ctm_rt.modules.kernel import Launch, load
 from ctm_rt.paged_kv import TOKENS_PER_PAGE, ceil_div
-from ctm_rt.tensor import TensorView
+from ctm_rt.tensor import without_axis
 
 TOLERANCE = 6e-4  # |out - exact| / |exact| of a sequence
 GRAPH_US = 2000  # of launches in one graph, so that its own start does not count
@@ -118,13 +118,8 @@ def _on_device(cell: Cell, inputs: Inputs, pool: Pool, device: int) -> list[dict
 
 def _single_token(arrays: dict[str, Any]) -> dict[str, Any]:
     """Return the call of one token in place of a tree: its first."""
-
-    def first(array: TensorView) -> TensorView:
-        (batch, _, *shape), (step, _, *strides) = array.shape, array.strides
-        return array._replace(shape=(batch, *shape), strides=(step, *strides))
-
     rest = {name: array for name, array in arrays.items() if name != "tree_mask"}
-    return {**rest, "q": first(arrays["q"]), "out": first(arrays["out"])}
+    return {**rest, **{name: without_axis(arrays[name], 1) for name in ("q", "out")}}
 
 
 def _decode_launches(sets: list[dict[str, Any]], cell: Cell, device: int) -> list[Launch]:

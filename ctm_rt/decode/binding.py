@@ -25,7 +25,7 @@ from ctm_rt.memory import Workspace
 from ctm_rt.modules.kernel import Kernel, Launch, load
 from ctm_rt.modules.manifest import Manifest
 from ctm_rt.paged_kv import INT32_MAX, ceil_div
-from ctm_rt.tensor import HOST, DType, TensorView
+from ctm_rt.tensor import HOST, DType, TensorView, with_axis, without_axis
 
 F16, E4M3 = DType("f16"), DType("e4m3")
 
@@ -275,17 +275,11 @@ def _shape(name: str, array: TensorView) -> tuple[int, ...]:
 
 
 def _without_query_axis(array: TensorView) -> TensorView:
-    if len(array.shape) != 4 or array.shape[1] != 1:
-        return array
-    (batch, _, *shape), (step, _, *strides) = array.shape, array.strides
-    return array._replace(shape=(batch, *shape), strides=(step, *strides))
+    return without_axis(array, 1) if len(array.shape) == 4 and array.shape[1] == 1 else array
 
 
 def _with_query_axis(array: TensorView) -> TensorView:
-    if len(array.shape) != 3:
-        return array
-    (batch, *shape), (step, *strides) = array.shape, array.strides
-    return array._replace(shape=(batch, 1, *shape), strides=(step, step, *strides))
+    return with_axis(array, 1) if len(array.shape) == 3 else array
 
 
 def on_device(name: str, array: TensorView) -> int:

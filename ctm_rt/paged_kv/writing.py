@@ -8,7 +8,7 @@ from ctm_rt.errors import ArgumentError
 from ctm_rt.modules.kernel import Launch, load
 from ctm_rt.paged_kv.launching import CHUNK_NBYTES, launch_once, on_device, require_small
 from ctm_rt.paged_kv.layout import INT32_MAX
-from ctm_rt.tensor import DType, TensorView, view
+from ctm_rt.tensor import DType, TensorView, view, with_axis
 
 _NEW = "(batch, num_kv_heads, head_dim) or (batch, tokens, num_kv_heads, head_dim)"
 _LEAST_SCALE, _MOST_SCALE = 2.0**-126, 2.0**126  # their reciprocals are f32 numbers too
@@ -144,8 +144,7 @@ def bind_advance(seq_lens: Any, num_tokens: Any = 1, *, stream: Any = None) -> L
 def _with_tokens(name: str, array: TensorView) -> TensorView:
     """Give the axis of tokens to an array that has one token a sequence."""
     if len(array.shape) == 3:
-        (batch, *row), (step, *strides) = array.shape, array.strides
-        return array._replace(shape=(batch, 1, *row), strides=(step, step, *strides))
+        return with_axis(array, 1)
     if len(array.shape) != 4:
         raise ArgumentError(name, _NEW, array.shape)
     return array
