@@ -137,8 +137,9 @@ class Merge:
             yield ptx.select(inside, head, Int32(0)), (index & (per_head - 1)) * 4, inside
 
     @cute.jit
-    def exchange(self, cta):
-        """Push every dimension's sums to their owner, and wait for what is pushed here."""
+    def exchange(self, cta, nbytes):
+        """Push every dimension's sums to their owner; wait for the ``nbytes`` that come here."""
+        ptx.mbarrier_expect(cta.smem + self.layout.barrier, nbytes, cta.tid == 0)
         ptx.cluster_wait()  # every CTA's barrier stands
         self.push(cta)
         done = ptx.mbarrier_done(cta.smem + self.layout.barrier, Int32(0))

@@ -173,12 +173,8 @@ class TensorCopy:
     def await_others(self):
         ptx.cp_async_wait(0)
 
-    @cute.jit
     def wait(self, source, stage, phase):
-        barrier = source.barriers + stage * 8
-        done = ptx.mbarrier_done(barrier, phase)
-        while done == 0:
-            done = ptx.mbarrier_done(barrier, phase)
+        await_phase(source.barriers + stage * 8, phase)
 
     @cute.jit
     def hide(self, source, stage, tile, lane):
@@ -203,3 +199,11 @@ class TensorCopy:
 
     def finish(self):
         pass
+
+
+@cute.jit
+def await_phase(barrier, phase):
+    """Wait for what the CTA's own copies or warps report to a barrier."""
+    done = ptx.mbarrier_done(barrier, phase, scope="cta")
+    while done == 0:
+        done = ptx.mbarrier_done(barrier, phase, scope="cta")

@@ -177,8 +177,6 @@ class DecodeKernel:
             if tid == 0:
                 ptx.mbarrier_init(smem + self.layout.barrier)
                 ptx.fence_mbarrier_init()
-                pushed = self.layout.pushed_nbytes(heads)
-                ptx.mbarrier_expect(smem + self.layout.barrier, pushed)
             ptx.cluster_arrive()
         source = self.attend.loads.start(
             kv_pool, kv_map, config.kv_nbytes, kv_head, self.attend.math.first_dim(warp),
@@ -269,7 +267,7 @@ class DecodeKernel:
                 self.merge.store_warp(smem, warp, lane, *state)
                 cute.arch.sync_threads()
                 if const_expr(shape.cluster > 1):
-                    self.merge.exchange(cta)
+                    self.merge.exchange(cta, self.layout.pushed_nbytes(heads))
                 if groups_used == 1:
                     self.merge.parts_to_out(cta)
                 else:
