@@ -70,8 +70,8 @@ def plan_tree(p: DecodeProblem, *, num_sms: int, kernels: tuple[TreeKernel, ...]
     num_sms : int
         SMs of the GPU.
     kernels : tuple of TreeKernel
-        The module's, in the order of its ``kernel`` argument: of any number of rows there is one
-        for clusters of one CTA.
+        The module's, in the order of its ``kernel`` argument. Of each number of rows there is one
+        for clusters of one CTA, or there is of half as many.
 
     Raises
     ------
@@ -123,9 +123,10 @@ def _choose(
     for size in (size for size in sizes if enough // 2 <= size <= enough):
         units = p.batch * p.num_kv_heads * ceil_div(rows, size)
         of_size = {kernel.cluster: kernel for kernel in kernels if kernel.rows == size}
-        kernel = of_size[largest_cluster(p, units, num_sms, of_size)]
-        busy = min(units * kernel.cluster, full)
-        found.append(((busy, size if busy == full else -size), kernel, units))
+        kernel = of_size.get(largest_cluster(p, units, num_sms, of_size))
+        if kernel is not None:
+            busy = min(units * kernel.cluster, full)
+            found.append(((busy, size if busy == full else -size), kernel, units))
     _, kernel, units = max(found, key=operator.itemgetter(0))
     return kernel, units
 

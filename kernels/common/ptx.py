@@ -244,6 +244,16 @@ def atomic_add_acq_rel(address, value):
     return asm("atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", (Int32,), (address, value))
 
 
+def atomic_add_shared(smem, value, predicate):
+    """Add in no order with other memory; undefined without ``predicate``."""
+    return asm(
+        "atom.relaxed.cta.shared::cta.add.s32 {$w0}, [{$r0}], {$r1};",
+        (Int32,),
+        (smem, value),
+        predicate,
+    )
+
+
 def reduce_add_i32(address, value, predicate):
     asm(
         "red.relaxed.gpu.global.add.s32 [{$r0}], {$r1};",
@@ -300,8 +310,8 @@ def st_shared_f32x4(smem, values, predicate=None):
     )
 
 
-def st_shared_i32(smem, value):
-    asm("st.shared.b32 [{$r0}], {$r1};", inputs=(smem, value))
+def st_shared_i32(smem, value, predicate=None):
+    asm("st.shared.b32 [{$r0}], {$r1};", inputs=(smem, value), predicate=predicate)
 
 
 # --- memory barriers -----------------------------------------------------------------------------
@@ -408,6 +418,11 @@ def st_async_f32x2(peer, values, peer_barrier, predicate):
 def barrier(index, threads):
     """Wait for ``threads`` threads of the CTA at one of its sixteen barriers."""
     asm(f"bar.sync {{$r0}}, {threads};", inputs=(index,))
+
+
+def barrier_arrive(index, threads):
+    """Count as having come to where others wait; do not."""
+    asm(f"bar.arrive {{$r0}}, {threads};", inputs=(index,))
 
 
 def barrier_any(index, threads, flag):

@@ -12,7 +12,7 @@ from kernels.common.ring import Tile
 from kernels.common.schedule import TILES_PER_FETCH, Schedule
 from kernels.fmha_decode_tree import masks
 from kernels.fmha_decode_tree.mma import WarpgroupMma, WarpMma
-from kernels.fmha_decode_tree.ring import SharedAsyncCopy, SharedTensorCopy
+from kernels.fmha_decode_tree.ring import FirstWarpCopies, LastWarpCopies, SharedAsyncCopy
 
 # A score that is not visible: below every finite one, whose magnitude f16 factors keep under 1e13.
 # Unlike -inf it can be multiplied by the scale, whose magnitude is kept above LEAST_SCALE.
@@ -21,6 +21,7 @@ LEAST_SCALE = 1e-30
 # Exponents may be so far above 0 before a row's sums are scaled down, which after the first tiles
 # hardly ever happens then. Weights stay far from the largest f16, and as exact as below 1.
 SLACK = 8.0
+FIRST_TURN = 2  # the first of two barriers of the CTA; it and the only ring have those before
 
 
 class Thread(NamedTuple):
@@ -75,9 +76,9 @@ class Ahead(NamedTuple):
 class Attend:
     def __init__(self, layout):
         self.layout, self.shape, self.slot = layout, layout.shape, layout.slot
-        ring, mma = (
-            (SharedTensorCopy, WarpgroupMma) if self.shape.warpgroup else (SharedAsyncCopy, WarpMma)
-        )
+        ring, mma = SharedAsyncCopy, WarpMma
+        if self.shape.warpgroup:
+            ring, mma = FirstWarpCopies if layout.converts else LastWarpCopies, WarpgroupMma
         self.loads, self.mma = ring(self.slot, layout.group_warps), mma(layout)
         self.schedule = Schedule(layout.tile_tokens, self.shape.tokens, split_equal=True)
 
@@ -108,15 +109,17 @@ class Attend:
         """Ask for as many tiles as there are slots."""
         following = self.fetch_pages(keys, thread, tile + TILES_PER_FETCH * keys.stride)
         ahead = Ahead(Int32(0), k_ids, v_ids, *following)
+        mine = self.loads.asks_first(source)
         for i in range(self.shape.stages):
             ahead = self.ask(
-                source, Int32(i), ahead, Int32(i), tile + i * keys.stride, thread, keys
+                source, Int32(i), ahead, Int32(i), tile + i * keys.stride, thread, keys, mine
             )
         return ahead
 
     @cute.jit
-    def ask_next(self, source, stage, ahead, seen, tile, thread, keys):
-        """Ask for the tile that takes the place of ``tile``, the one after ``seen`` others."""
+    def ask_next(self, source, stage, phase, ahead, seen, tile, thread, keys):
+        """Leave ``tile``, the one after ``seen`` others, and ask for what takes its place."""
+        mine = self.loads.release(source, stage, phase, thread.lane)
         index = seen + self.shape.stages
         tile = tile + self.shape.stages * keys.stride
         k_ids = ahead.k_ids
@@ -130,9 +133,9 @@ class Attend:
                 keys, thread, tile + TILES_PER_FETCH * keys.stride
             )
         ahead = Ahead(ahead.live, k_ids, v_ids, next_k_ids, next_v_ids)
-        return self.ask(source, stage, ahead, index, tile, thread, keys)
+        return self.ask(source, stage, ahead, index, tile, thread, keys, mine)
 
-    def ask(self, source, stage, ahead, index, tile, thread, keys):
+    def ask(self, source, stage, ahead, index, tile, thread, keys, mine):
         k_page = cute.arch.shuffle_sync(ahead.k_ids, index & (TILES_PER_FETCH - 1))
         v_page = cute.arch.shuffle_sync(ahead.v_ids, index & (TILES_PER_FETCH - 1))
         valid = k_page >= 0
@@ -142,7 +145,8 @@ class Attend:
         span = ptx.select(valid, keys.length - keys.left, Int32(0))
         there = Tile(token, k_page, v_page, token - keys.left, span)
         page_token = token & (TOKENS_PER_PAGE - 1)
-        self.loads.ask(source, stage, there, page_token, tile < keys.end_tile, thread.lane)
+        wanted = mine & (tile < keys.end_tile)
+        self.loads.ask(source, stage, there, page_token, wanted, thread.lane)
         return ahead._replace(live=live)
 
     def first_token(self, tile, thread):
@@ -157,6 +161,8 @@ class Attend:
         seen = Int32(0)
         stage = Int32(0)
         phase = Int32(0)
+        if const_expr(self.layout.takes_turns):
+            self.give_first_turn(thread)
         while tile < keys.end_tile:
             token = self.first_token(tile, thread)
             valid = self.is_valid(ahead, seen)
@@ -177,8 +183,7 @@ class Attend:
                 self.convert(self.v_half(source, stage), v_tile, thread)
             self.mma.await_scores(state.scores)
             if const_expr(self.layout.converts):
-                self.loads.release(source, stage, phase, thread.lane)
-                ahead = self.ask_next(source, stage, ahead, seen, tile, thread, keys)
+                ahead = self.ask_next(source, stage, phase, ahead, seen, tile, thread, keys)
             if const_expr(self.layout.exchanges):
                 self.exchange_scores(state.scores, thread, seen & 1)
             if not clear:
@@ -200,8 +205,7 @@ class Attend:
             )
             self.mma.await_accumulate(state.acc, state.weights)
             if const_expr(not self.layout.converts):
-                self.loads.release(source, stage, phase, thread.lane)
-                ahead = self.ask_next(source, stage, ahead, seen, tile, thread, keys)
+                ahead = self.ask_next(source, stage, phase, ahead, seen, tile, thread, keys)
             tile += keys.stride
             seen += 1
             stage, phase = self.next_slot(stage, phase)
@@ -219,6 +223,8 @@ class Attend:
         while going:
             next_stage, next_phase = self.next_slot(stage, phase)
             self.loads.wait(source, next_stage, next_phase)
+            if const_expr(self.layout.takes_turns):
+                ptx.barrier(self.turn(thread), 32 * self.layout.warps)
             self.mma.issue_scores(
                 self.k_half(source, next_stage), thread.dim_slice, q_frags, state.scores,
                 thread.lane,
@@ -227,6 +233,8 @@ class Attend:
                 self.v_half(source, stage), thread.dim_slice, self.fragments(state), state.acc,
                 thread.lane,
             )  # fmt: skip
+            if const_expr(self.layout.takes_turns):
+                ptx.barrier_arrive(self.turn(thread) ^ 1, 32 * self.layout.warps)
             self.mma.await_scores(state.scores, pending=1)
             weights, corrections, moved = self.softmax(state, keys.scale)
             # ptxas would move the wait up, into the softmax; it keeps the order of this store,
@@ -236,14 +244,26 @@ class Attend:
             self.mma.await_accumulate(state.acc, state.weights)
             self.keep(state, weights)
             self.rescale(state, corrections, moved)
-            self.loads.release(source, stage, phase, thread.lane)
-            ahead = self.ask_next(source, stage, ahead, seen, tile, thread, keys)
+            ahead = self.ask_next(source, stage, phase, ahead, seen, tile, thread, keys)
             tile += keys.stride
             seen += 1
             stage = next_stage
             phase = next_phase
             going = self.is_clear_at(thread, keys, sight, tile + keys.stride, seen + 1, ahead)
         return tile, seen, stage, phase, ahead
+
+    def turn(self, thread):
+        """Return at which of the CTA's barriers a warpgroup waits for its turn to issue.
+
+        So that the other's products keep the tensor cores busy while one is at its softmax: trees
+        of 32 tokens, batch 8, 40.0 us instead of 40.7; of 128, 119 instead of 121.
+        """
+        return FIRST_TURN + (thread.warp >> 2)
+
+    @cute.jit
+    def give_first_turn(self, thread):
+        if thread.warp >= 4:
+            ptx.barrier_arrive(Int32(FIRST_TURN), 32 * self.layout.warps)
 
     def hold(self, thread, value):
         """Store in a place of the thread's own that nobody reads."""

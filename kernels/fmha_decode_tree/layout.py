@@ -98,6 +98,11 @@ class TreeLayout:
         return SlotLayout(self.shape.tokens, row_nbytes, self.shape.stages)
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups, of other rows and the same tiles, issue products in turn."""
+        return self.shape.overlap and self.shape.row_warps == 8
+
+    @property
     def exchanges(self) -> bool:
         """Whether warps that share rows and tokens add up the scores of their dimensions."""
         return self.dim_split > 1 and not self.shape.warpgroup
