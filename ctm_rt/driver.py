@@ -159,10 +159,10 @@ def stream_handle(stream: object) -> int:
     stream : int, None or an object with ``__cuda_stream__``
         None is the legacy default stream.
     """
+    if isinstance(stream, int) and type(stream) is not bool and stream >= 0:
+        return stream
     if stream is None:
         return 0
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is None:
         raise ArgumentError(

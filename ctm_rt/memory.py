@@ -216,50 +216,81 @@ def _from_ml_dtypes(dtype: DType) -> np.dtype[Any]:
 
 # Asking the driver takes time, so only every so many calls do; what is held for less stays held.
 _SWEEP_EVERY = 8
+# An event, the owners that wait for it, and the workspace that they share, if any. A plain tuple:
+# every unbound call takes it apart.
+_Entry = tuple[int, list[object], "Workspace | None"]
 # No lock: threads, and finalisers that come in anywhere, share these through operations that are
 # atomic. An entry is either in its queue or in the hands of one of them, so its event is too.
-_held: dict[tuple[int, int], deque[tuple[int, object]]] = {}  # (device, stream): (event, owners)
+_held: dict[tuple[int, int], deque[_Entry]] = {}  # by device and stream
 _idle_events: dict[int, deque[int]] = defaultdict(deque)
 
 
-def hold_until_done(owners: object, device: int, stream: int, *, may_capture: bool = True) -> None:
+def hold_until_done(
+    owners: object,
+    device: int,
+    stream: int,
+    *,
+    may_capture: bool = True,
+    workspace: Workspace | None = None,
+) -> None:
     """Keep ``owners`` alive until the work queued on the stream so far is done.
 
     They go with a later call of this, of ``release_done`` or of ``DeviceArray.empty``. On a
     capturing stream nothing is held: whoever keeps the graph keeps what it uses. ``may_capture``
-    is False where the caller has just asked.
+    is False where the caller has just asked. What uses one ``workspace`` is done in the order of
+    the calls, so that one event, the last, will do for several of them.
     """
     if stream > 2:  # knows its context, so that the thread needs none
-        event = _recorded(device, stream, may_capture)
-    else:
+        _hold(owners, device, stream, may_capture, workspace)
+    else:  # 2 is a stream of its own in each thread, so an event does for one call only
         with driver.current(device):
-            event = _recorded(device, stream, may_capture)
-    if event is None:
+            _hold(owners, device, stream, may_capture, None)
+
+
+def _hold(
+    owners: object, device: int, stream: int, may_capture: bool, workspace: Workspace | None
+) -> None:
+    if may_capture and driver.is_capturing(stream):
         return
     queue = _held.get((device, stream))
     if queue is None:
         queue = _held.setdefault((device, stream), deque())
-    queue.append((event, owners))
-    if len(queue) % _SWEEP_EVERY == 0:
+    entry = None if workspace is None else _last(queue, workspace)
+    if entry is None:
+        entry = _event(device), [], workspace
+    event, kept, _ = entry
+    try:
+        driver.event_record(event, stream)
+        kept.append(owners)
+    finally:
+        if kept:
+            queue.append(entry)
+        else:
+            _idle_events[device].append(event)
+    count = len(kept)
+    if count == _SWEEP_EVERY or (count == 1 and len(queue) % _SWEEP_EVERY == 0):
         release_done()
 
 
-def _recorded(device: int, stream: int, may_capture: bool) -> int | None:
-    """Return an event that stands for what is queued now; None while the stream captures."""
-    if may_capture and driver.is_capturing(stream):
-        return None
-    idle = _idle_events[device]
+def _last(queue: deque[_Entry], workspace: Workspace) -> _Entry | None:
+    """Take the last entry back, if what ``workspace`` is used for next may join it."""
     try:
-        event = idle.pop()
+        entry = queue.pop()
+    except IndexError:
+        return None
+    if entry[2] is workspace and len(entry[1]) < _SWEEP_EVERY:
+        return entry
+    queue.append(entry)
+    return None
+
+
+def _event(device: int) -> int:
+    """Return one that stands for nothing that is awaited."""
+    try:
+        return _idle_events[device].pop()
     except IndexError:
         with driver.current(device):
-            event = driver.event_create()
-    try:
-        driver.event_record(event, stream)
-    except DriverError:
-        idle.append(event)
-        raise
-    return event
+            return driver.event_create()
 
 
 def release_done() -> None:

@@ -91,19 +91,9 @@ def view(array: object, name: str = "array", *, dtype: DType | str | None = None
         strides that are no multiple of the item size, misaligned, or not exported by its library.
     """
     said = None if dtype is None else as_dtype(dtype)
-    if isinstance(array, TensorView):
-        found = array
-    elif isinstance(array, np.ndarray):
-        found = _from_numpy(array, name, said)
-    elif isinstance(own := getattr(array, "tensor_view", None), TensorView):
-        found = own
-    elif hasattr(array, "__dlpack__"):
-        found = _from_dlpack(array, name)
-    elif (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
-        found = _from_interface(array, interface, name, said)
-    else:
-        wanted = "an array (NumPy, DLPack or CUDA array interface)"
-        raise ArgumentError(name, wanted, type(array).__name__)
+    found = getattr(array, "tensor_view", array)
+    if not isinstance(found, TensorView):
+        found = _from_library(array, name, said)
     if said is not None and found.dtype is not said:
         found = found._replace(dtype=_accept(found.dtype, said, name))
     if found.ptr % found.dtype.itemsize:
@@ -147,6 +137,17 @@ def without_axis(tensor: TensorView, axis: int) -> TensorView:
 def nbytes(tensor: TensorView) -> int:
     """Return the bytes of all elements, gaps not counted."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _from_library(array: Any, name: str, said: DType | None) -> TensorView:
+    if isinstance(array, np.ndarray):
+        return _from_numpy(array, name, said)
+    if hasattr(array, "__dlpack__"):
+        return _from_dlpack(array, name)
+    if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
+        return _from_interface(array, interface, name, said)
+    wanted = "an array (NumPy, DLPack or CUDA array interface)"
+    raise ArgumentError(name, wanted, type(array).__name__)
 
 
 def _settle(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

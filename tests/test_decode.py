@@ -233,6 +233,19 @@ def test_refused_by_name(fake, case, how):
     assert not fake.launches()
 
 
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_right_call_excuses_no_wrong_one(fake, case):
+    """What was worked out for a call is found again for an equal one alone."""
+    fake.set_devices(2)
+    name, change, words = REFUSED[case]
+    problem, workspace = Problem(), ctm_rt.Workspace(0)
+    for number in (1, 2):
+        problem.call(workspace=workspace)
+        assert len(fake.launches()) == number
+        with pytest.raises(ctm_rt.ArgumentError, match=rf"^{name}: .*{words}"):
+            problem.call(**{"workspace": workspace} | change(problem))
+
+
 @pytest.mark.parametrize(
     ("options", "module"),
     [
@@ -330,6 +343,21 @@ def test_a_capture_needs_a_workspace_of_its_own(fake):
     assert len(fake.launches()) == 3
 
 
+def test_the_scratch_is_that_of_the_call(fake, stream):
+    """Also where calls that are else equal have another workspace, or one that has grown."""
+    problem, one, other = merging(), ctm_rt.Workspace(0), ctm_rt.Workspace(0)
+    for workspace in (one, other, one):
+        problem.call(stream=stream, workspace=workspace)
+    a, b, c = map(buffers, fake.launches())
+    assert a == c
+    assert not set(a) & set(b)
+    for grow in (one.scratch, one.semaphores):
+        grow(100_000, stream=stream)
+    problem.call(stream=stream, workspace=one)
+    assert not set(a) & set(buffers(fake.launches()[3]))
+    assert_close(problem.out, problem.expected())
+
+
 def test_bound_launches_have_workspaces_of_their_own(fake):
     problem = merging()
     launches = problem.bind(), problem.bind()
@@ -353,17 +381,18 @@ def test_a_failed_launch(fake):
     problem.call(workspace=workspace)
 
 
-def test_calls_leave_nothing_behind(fake):
-    problem = Problem()
+@pytest.mark.parametrize("default", [True, False])
+def test_calls_leave_nothing_behind(fake, stream, default):
+    problem, stream = Problem(), 0 if default else stream
     for _ in range(20):
-        problem.call()
+        problem.call(stream=stream)
     release_done()
     gc.collect()
     allocations, objects = fake.live_allocations(), len(gc.get_objects())
     for _ in range(200):
-        problem.call()
-        problem.call(out=None)
-    driver.synchronize(0, 0)
+        problem.call(stream=stream)
+        problem.call(stream=stream, out=None)
+    driver.synchronize(stream, 0)
     release_done()
     gc.collect()
     assert fake.live_allocations() == allocations
@@ -393,6 +422,21 @@ def test_the_stream_is_asked_once_whether_it_captures(fake, stream, own):
         before = len(fake.calls("cuStreamIsCapturing"))
         problem.call(**options)
     assert len(fake.calls("cuStreamIsCapturing")) == before + 1
+
+
+def test_what_the_driver_is_called_for(fake, stream):
+    """Beside the launch, which calls it too: twice a call, and thrice for every eight of them."""
+    problem, options = Problem(), {"stream": stream, "workspace": ctm_rt.Workspace(0)}
+    launch = problem.bind(workspace=options["workspace"])
+
+    def calls(function):
+        before = fake.library().fake_num_calls()
+        for _ in range(16):
+            function()
+        return fake.library().fake_num_calls() - before
+
+    problem.call(**options)
+    assert calls(lambda: problem.call(**options)) == calls(lambda: launch(stream)) + 2 * 16 + 3 * 2
 
 
 def test_the_legacy_stream_is_asked_where_arrays_are_held(fake, monkeypatch):

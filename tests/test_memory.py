@@ -299,11 +299,16 @@ def test_read_only_arrays_can_be_copied() -> None:
 # ---- hold_until_done ----------------------------------------------------------------------------
 
 
-def held(stream: int, device: int = 0) -> "weakref.ref[Owner]":
+def held(stream: int, device: int = 0, workspace: Workspace | None = None) -> "weakref.ref[Owner]":
     """Hold a temporary that nobody else has."""
     owner = Owner()
-    hold_until_done((owner,), device, stream)
+    hold_until_done((owner,), device, stream, workspace=workspace)
     return weakref.ref(owner)
+
+
+def pending(stream: int, device: int = 0) -> list[int]:
+    """How many calls each event of the stream stands for."""
+    return [len(owners) for _, owners, _ in memory._held[device, stream]]
 
 
 def test_owners_live_until_the_work_is_done(fake: ModuleType, streams: list[int]) -> None:
@@ -498,7 +503,7 @@ def test_threads_that_let_go_at_once(fake: ModuleType, streams: list[int]) -> No
         thread.join()
     assert [owner() for owner in owners] == [None] * 7
     assert waiting() is not None
-    pooled = [*memory._idle_events[0], *(e for queue in memory._held.values() for e, _ in queue)]
+    pooled = [*memory._idle_events[0], *(e for queue in memory._held.values() for e, *_ in queue)]
     assert len(pooled) == len(set(pooled))
 
 
@@ -514,6 +519,135 @@ def test_a_failed_record_is_told_and_loses_no_event(fake: ModuleType, streams: l
             held(streams[0])
     held(streams[0])
     assert fake.live_events() == events
+
+
+# ---- calls that share a workspace: one event, the last, stands for several ----------------------
+
+
+def test_calls_of_a_workspace_share_events(fake: ModuleType, streams: list[int]) -> None:
+    """So that the driver is asked once about several; what waits behind a full one does not."""
+    workspace, most = Workspace(), memory._SWEEP_EVERY
+    fake.set_paused(streams[0], True)
+    asked, owners = len(fake.calls("cuEventQuery")), []
+    for count in range(1, 2 * most + 2):
+        owners.append(held(streams[0], workspace=workspace))
+        assert sum(pending(streams[0])) == count
+    assert pending(streams[0]) == [most, most, 1]
+    assert len(fake.calls("cuEventQuery")) - asked <= 2  # as the oldest is not done
+    release_done()
+    assert None not in [owner() for owner in owners]
+    fake.set_paused(streams[0], False)
+    release_done()
+    assert [owner() for owner in owners] == [None] * len(owners)
+
+
+def test_who_was_done_alone_waits_for_who_joined(fake: ModuleType, streams: list[int]) -> None:
+    workspace = Workspace()
+    owners = [held(streams[0], workspace=workspace)]
+    fake.set_paused(streams[0], True)
+    owners.append(held(streams[0], workspace=workspace))
+    release_done()
+    assert None not in [owner() for owner in owners]
+    fake.set_paused(streams[0], False)
+    release_done()
+    assert [owner() for owner in owners] == [None, None]
+
+
+def test_each_workspace_has_its_own_events(fake: ModuleType, streams: list[int]) -> None:
+    """As a handle may come again, for a stream that is not behind the other's work."""
+    first, second = Workspace(), Workspace()
+    owners = [held(streams[0], workspace=first)]
+    fake.set_paused(streams[0], True)
+    for workspace in (second, None, second, first):
+        owners.append(held(streams[0], workspace=workspace))
+    assert pending(streams[0]) == [1] * 5
+    release_done()
+    assert owners[0]() is None
+    assert None not in [owner() for owner in owners[1:]]
+    held(streams[1], workspace=first)
+    assert pending(streams[1]) == [1]
+    fake.set_paused(streams[0], False)
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_default_streams_share_no_event(fake: ModuleType, stream: int) -> None:
+    """One handle stands for the streams of several threads."""
+    workspace = Workspace()
+    owners = [held(stream, workspace=workspace) for _ in range(3)]
+    assert pending(stream) == [1, 1, 1]
+    release_done()
+    assert [owner() for owner in owners] == [None] * 3
+
+
+def test_later_calls_of_a_workspace_let_go(fake: ModuleType, streams: list[int]) -> None:
+    workspace = Workspace()
+    first = held(streams[0], workspace=workspace)
+    events = fake.live_events()
+    for _ in range(10_000):
+        hold_until_done((), 0, streams[0], workspace=workspace)
+    assert first() is None
+    assert sum(pending(streams[0])) <= memory._SWEEP_EVERY
+    assert fake.live_events() <= events + 1
+
+
+def test_a_failed_record_takes_nobody_with_it(fake: ModuleType, streams: list[int]) -> None:
+    workspace = Workspace()
+    fake.set_paused(streams[0], True)
+    first = held(streams[0], workspace=workspace)
+    fake.fail("cuEventRecord", 400)
+    with pytest.raises(DriverError, match="cuEventRecord"):
+        held(streams[0], workspace=workspace)
+    release_done()
+    assert first() is not None
+    assert pending(streams[0]) == [1]
+    fake.set_paused(streams[0], False)
+    release_done()
+    assert first() is None
+
+
+@pytest.mark.parametrize("step", ["event_done", "event_record"])
+def test_a_finaliser_may_use_the_same_workspace(
+    monkeypatch: pytest.MonkeyPatch, streams: list[int], step: str
+) -> None:
+    real, workspace = getattr(driver, step), Workspace()
+    owners = [held(streams[0], workspace=workspace) for _ in range(3)]
+
+    def interrupted(*arguments: int) -> Any:
+        monkeypatch.setattr(driver, step, real)
+        owners.append(held(streams[0], workspace=workspace))
+        release_done()
+        return real(*arguments)
+
+    monkeypatch.setattr(driver, step, interrupted)
+    owners.append(held(streams[0], workspace=workspace))
+    release_done()
+    release_done()
+    assert [owner() for owner in owners] == [None] * 5
+
+
+def test_threads_that_share_a_workspace(fake: ModuleType, streams: list[int]) -> None:
+    workspace, failures = Workspace(), []
+
+    def work() -> None:
+        try:
+            for i in range(2000):
+                hold_until_done(owner, 0, streams[0], workspace=workspace)
+                if i % 5 == 0:
+                    release_done()
+        except Exception as error:
+            failures.append(error)
+
+    owner = Owner()
+    count = sys.getrefcount(owner)
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    release_done()
+    assert not failures
+    assert sys.getrefcount(owner) == count
+    assert len(memory._idle_events[0]) == len(set(memory._idle_events[0]))
 
 
 # ---- Workspace ---------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from typing import Any
 
 from ctm_rt import driver
-from ctm_rt.decode.binding import F16, bind_views, on_device
+from ctm_rt.decode.binding import F16, Arrays, bind_views, on_device
 from ctm_rt.decode.scratch import forget_workspace, shared_workspace
 from ctm_rt.errors import DriverError
 from ctm_rt.memory import DeviceArray, Workspace, hold_until_done
 from ctm_rt.modules.kernel import Launch
-from ctm_rt.tensor import TensorView, view
+from ctm_rt.tensor import view
 
 
 def decode_attention(
@@ -41,18 +41,18 @@ def decode_attention(
         q = view(q, "q")
         out = DeviceArray.empty(q.shape, F16, on_device("q", q))
     arrays = _views(q, kv_pool, page_table, seq_lens, out, sinks)
-    device = on_device("q", arrays[0])
+    device = arrays[0].device
     shared = workspace is None
     if workspace is None:
-        workspace = shared_workspace(device, handle)
+        workspace = shared_workspace(on_device("q", arrays[0]), handle)
     launch = bind_views(
-        *arrays,
+        arrays,
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree_mask=_optional(tree_mask, "tree_mask"),
+        tree_mask=None if tree_mask is None else view(tree_mask, "tree_mask"),
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=handle,
@@ -65,7 +65,8 @@ def decode_attention(
             forget_workspace(device, handle)
         raise
     # For a shared workspace it was asked whether the stream captures, unless it is the default one.
-    hold_until_done(launch, device, handle, may_capture=not shared or handle <= 1)
+    may_capture = not shared or handle <= 1
+    hold_until_done(launch, device, handle, may_capture=may_capture, workspace=workspace)
     return out
 
 
@@ -140,13 +141,13 @@ def bind_decode(
         The module that serves it is not in the store.
     """
     return bind_views(
-        *_views(q, kv_pool, page_table, seq_lens, out, sinks),
+        _views(q, kv_pool, page_table, seq_lens, out, sinks),
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree_mask=_optional(tree_mask, "tree_mask"),
+        tree_mask=None if tree_mask is None else view(tree_mask, "tree_mask"),
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=driver.stream_handle(stream),
@@ -154,18 +155,12 @@ def bind_decode(
     )
 
 
-def _views(
-    q: Any, kv_pool: Any, page_table: Any, seq_lens: Any, out: Any, sinks: Any
-) -> tuple[TensorView, TensorView, TensorView, TensorView, TensorView, TensorView | None]:
+def _views(q: Any, kv_pool: Any, page_table: Any, seq_lens: Any, out: Any, sinks: Any) -> Arrays:
     return (
         view(q, "q"),
         view(kv_pool, "kv_pool"),
         view(page_table, "page_table"),
         view(seq_lens, "seq_lens"),
         view(out, "out"),
-        _optional(sinks, "sinks"),
+        None if sinks is None else view(sinks, "sinks"),
     )
-
-
-def _optional(array: Any, name: str) -> TensorView | None:
-    return None if array is None else view(array, name)

@@ -39,13 +39,12 @@ _AXES = {
 }
 
 
+# q, kv_pool, page_table, seq_lens, out, and sinks or None
+Arrays = tuple[TensorView, TensorView, TensorView, TensorView, TensorView, TensorView | None]
+
+
 def bind_views(
-    q: TensorView,
-    kv_pool: TensorView,
-    page_table: TensorView,
-    seq_lens: TensorView,
-    out: TensorView,
-    sinks: TensorView | None,
+    arrays: Arrays,
     *,
     scale: float,
     k_scale: float,
@@ -59,6 +58,7 @@ def bind_views(
     stats: TensorView | None = None,
 ) -> Launch:
     """Check, plan, take scratch and bind; what equal arguments gave before is found again."""
+    q, kv_pool, page_table, seq_lens, out, sinks = arrays
     table = counter = None
     if skip_softmax is not None or stats is not None:
         tree = tree_mask is not None
@@ -82,12 +82,8 @@ def bind_views(
     scratch = workspace.scratch(call.plan.workspace_elems, stream=stream)
     semaphores = workspace.semaphores(call.plan.semaphore_elems, stream=stream)
     owner = workspace if isinstance(workspace, Workspace) else None
-    bound = _bind(call, scratch[:-1], semaphores[:-1])
-    owners = (
-        *(q, kv_pool, page_table, seq_lens, out, sinks, tree_mask, scratch, semaphores),
-        *(table, counter),
-    )
-    return bound.keeping(owners, owner)
+    owners = arrays, tree_mask, scratch, semaphores, table, counter
+    return call.bind(scratch[:-1], semaphores[:-1]).keeping(owners, owner)
 
 
 def _float(number: Any) -> float:
@@ -110,13 +106,28 @@ def _skipping(
 _Values = tuple[Any, ...]  # of a view, without its owner: ``view[:-1]``
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # as a key it stands for itself
+@dataclass(slots=True)
 class _Call:
     """What follows from the arguments of a call, but for its scratch."""
 
     kernel: Kernel
     plan: DecodePlan
     arguments: dict[str, Any]
+    bound: tuple[_Values, _Values, Launch] | None = None  # to what scratch it was bound last
+
+    def bind(self, scratch: _Values, semaphores: _Values) -> Launch:
+        """Bind, unless it is to the same as last; ``Kernel.bind`` compares with the manifest.
+
+        To look further back is of no use: a stream is among a call's arguments, and mostly has one
+        workspace.
+        """
+        bound = self.bound
+        if bound is None or bound[0] != scratch or bound[1] != semaphores:
+            launch = self.kernel.bind(
+                **self.arguments, workspace=_view(scratch), semaphores=_view(semaphores)
+            )
+            self.bound = bound = scratch, semaphores, launch
+        return bound[2]
 
 
 # What an unbound call would take 30 us to work out, it looks up. Nothing that it finds is stale: it
@@ -206,14 +217,6 @@ def _tree_arguments(
         "tree_mask": tree_mask,
         "contiguous_query_swa": int(contiguous_query_swa and window > 0),
     }
-
-
-@lru_cache(maxsize=1024)
-def _bind(call: _Call, scratch: _Values, semaphores: _Values) -> Launch:
-    """Bind; ``Kernel.bind`` compares with the manifest."""
-    return call.kernel.bind(
-        **call.arguments, workspace=_view(scratch), semaphores=_view(semaphores)
-    )
 
 
 def _view(values: _Values) -> TensorView:

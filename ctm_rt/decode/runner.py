@@ -123,13 +123,16 @@ def _launch(p: CtmDecodeParams) -> None:
     stats = p.skip_softmax_stats
     if stats is not None:
         stats = _buffer("skip_softmax_stats", stats, (1,), I32, device)
-    launch = bind_views(
+    arrays = (
         _buffer("q", p.q, rows, F16, device),
         _buffer("kv_pool", p.kv_pool, pool, E4M3 if p.fp8_kv_cache else F16, device),
         _buffer("page_table", p.page_table, table, I32, device),
         _buffer("seq_lens", p.seq_lens, (p.batch_size,), I32, device),
         _buffer("output", p.output, rows, F16, device),
         None if p.sinks is None else _buffer("sinks", p.sinks, (p.num_q_heads,), F32, device),
+    )
+    launch = bind_views(
+        arrays,
         scale=p.attention_scale,
         k_scale=p.k_scale if p.fp8_kv_cache else 1.0,
         v_scale=p.v_scale if p.fp8_kv_cache else 1.0,

@@ -133,9 +133,7 @@ class Kernel:
                 packed.stream_cell,
                 driver.primary_context(device),
             )
-        return Launch(
-            self.wrapper.name, call, packed.owners, workspace_owner, takes_stream=self._takes_stream
-        )
+        return Launch(self.wrapper.name, call, packed.owners, workspace_owner, self._takes_stream)
 
 
 class Launch:
@@ -154,16 +152,16 @@ class Launch:
         call: Callable[[int], int] | None,
         owners: tuple[object, ...],
         workspace: Workspace | None,
-        *,
         takes_stream: bool = True,
     ) -> None:
-        self._name, self._call, self._owners, self._workspace = name, call, owners, workspace
+        self._name, self._call = name, call
+        self._owners, self._workspace = owners, workspace
         self._takes_stream = takes_stream
 
     def keeping(self, owners: tuple[object, ...], workspace: Workspace | None) -> "Launch":
         """Return the same launch, but it keeps ``owners`` alive too and claims ``workspace``."""
-        owners, stream = (self._owners, owners), self._takes_stream
-        return Launch(self._name, self._call, owners, workspace, takes_stream=stream)
+        kept = self._owners, owners
+        return Launch(self._name, self._call, kept, workspace, self._takes_stream)
 
     def __call__(self, stream: object = None) -> None:
         """Queue the kernel on ``stream``; does nothing where an output has no element.
