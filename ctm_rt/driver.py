@@ -362,6 +362,16 @@ def graph_destroy(graph: int) -> None:
     check("cuGraphExecDestroy", cu.cuGraphExecDestroy(graph))
 
 
+def profiler_start() -> None:
+    """Let a profiler that waits for this look at what the current context launches from now on."""
+    check("cuProfilerStart", cu.cuProfilerStart())
+
+
+def profiler_stop() -> None:
+    """Let it look away again."""
+    check("cuProfilerStop", cu.cuProfilerStop())
+
+
 def bare_launch(stream: int) -> Callable[[], object]:
     """Return a call that launches an empty kernel: the least that a launch from Python costs."""
     ptx = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry empty() { ret; }\0"

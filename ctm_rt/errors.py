@@ -45,6 +45,10 @@ class DriverError(CtmError, RuntimeError):
         self.code = code
 
 
+class ToolError(CtmError, RuntimeError):
+    """A program that ctm_rt runs is missing, or failed."""
+
+
 class CapacityError(CtmError, MemoryError):
     """Slots or pages have run out; nothing was changed, and evicting makes room.
 

@@ -1,5 +1,6 @@
 """Random inputs that cost little to make: one block, copied over and over on the device."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,22 @@ class Pool:
         """Return the pages of the block."""
         pages: Array = self._block.reshape(-1, *_page_shape(cell))
         return pages
+
+
+class Pools:
+    """The pool of each KV dtype that some cells ask for, made when it is first needed."""
+
+    def __init__(self, cells: Sequence[Cell], device: int) -> None:
+        self._cells, self._device = cells, device
+        self._made: dict[str, Pool] = {}
+
+    def of(self, cell: Cell) -> Pool:
+        """Return the pool that the cell's pages lie in."""
+        kind = cell.kv_dtype
+        if kind not in self._made:
+            needed = max(c.pool_nbytes for c in self._cells if c.kv_dtype == kind)
+            self._made[kind] = Pool(kind, needed, self._device)
+        return self._made[kind]
 
 
 def _page_shape(cell: Cell) -> tuple[int, int, int]:

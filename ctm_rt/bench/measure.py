@@ -25,8 +25,8 @@ def measure(cell: Cell, pool: Pool, device: int, stream: int) -> dict[str, Any]:
     """Return the figures of a cell; without times where its output is wrong."""
     inputs = make_inputs(cell)
     plan = _plan(cell, device)
-    sets = _on_device(cell, inputs, pool, device)
-    decode = _decode_launches(sets, cell, device)
+    sets = on_device(cell, inputs, pool, device)
+    decode = decode_launches(sets, cell, device)
     for launch in decode:
         launch(stream)
     error_of = _tree_error if cell.is_tree else _relative_error
@@ -34,7 +34,7 @@ def measure(cell: Cell, pool: Pool, device: int, stream: int) -> dict[str, Any]:
     singles = [_single_token(arrays) for arrays in sets] if cell.is_tree else sets
     beside = [_load_launches(singles, cell, device)]
     if cell.is_tree:
-        beside.append(_decode_launches(singles, cell, device))
+        beside.append(decode_launches(singles, cell, device))
     for launches in beside:
         for launch in launches:
             launch(stream)
@@ -104,7 +104,7 @@ def _plan(cell: Cell, device: int) -> DecodePlan:
     return plan_decode(cell.problem, num_sms=num_sms, kernels=decode_kernels(manifest.config))
 
 
-def _on_device(cell: Cell, inputs: Inputs, pool: Pool, device: int) -> list[dict[str, Any]]:
+def on_device(cell: Cell, inputs: Inputs, pool: Pool, device: int) -> list[dict[str, Any]]:
     """Return each set's arrays; ``out`` is NaN."""
     given = {name: array for name, array in inputs._asdict().items() if array is not None}
     stacked = {**given, "out": np.full_like(inputs.q, np.nan)}
@@ -122,7 +122,8 @@ def _single_token(arrays: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **{name: without_axis(arrays[name], 1) for name in ("q", "out")}}
 
 
-def _decode_launches(sets: list[dict[str, Any]], cell: Cell, device: int) -> list[Launch]:
+def decode_launches(sets: list[dict[str, Any]], cell: Cell, device: int) -> list[Launch]:
+    """Return a launch of the cell's kernel for each set; all for one stream."""
     workspace = Workspace(device)  # launches on one stream follow each other
     options: dict[str, Any] = {"scale": _scale(cell), "sliding_window": cell.sliding_window}
     return [bind_decode(**arrays, **options, workspace=workspace) for arrays in sets]

@@ -7,7 +7,7 @@ from typing import Any
 from ctm_rt import driver
 from ctm_rt.bench.grid import Cell
 from ctm_rt.bench.host import first_result_s, host_us
-from ctm_rt.bench.inputs import Pool
+from ctm_rt.bench.inputs import Pools
 from ctm_rt.bench.measure import measure
 from ctm_rt.errors import CtmError, DriverError, ModuleError
 from ctm_rt.modules.store import find, store_roots
@@ -25,15 +25,12 @@ def run_cells(
 
     One that cannot be measured says so in its ``problem``. ``on_cell()`` is called after each.
     """
-    rows, pools = [], {}
+    rows, pools = [], Pools(cells, device)
     with driver.current(device):
         stream = driver.stream_create()
         for cell in cells:
             try:
-                if cell.kv_dtype not in pools:
-                    needed = [c.pool_nbytes for c in cells if c.kv_dtype == cell.kv_dtype]
-                    pools[cell.kv_dtype] = Pool(cell.kv_dtype, max(needed), device)
-                rows.append(measure(cell, pools[cell.kv_dtype], device, stream))
+                rows.append(measure(cell, pools.of(cell), device, stream))
             except CtmError as error:
                 rows.append({"name": cell.name, "problem": str(error)})
             on_cell()
