@@ -170,17 +170,20 @@ class Attend:
             bits = masks.all_bits(self.shape.tokens)
             if not clear:
                 bits = masks.visible_bits(sight, self.shape.tokens, token, valid, thread.lane)
-            self.loads.wait(source, stage, phase)
-            k_tile = self.k_half(source, stage)
-            v_tile = self.v_half(source, stage)
+            k_slot = self.k_half(source, stage)
+            v_slot = self.v_half(source, stage)
+            k_tile = k_slot
+            v_tile = v_slot
             if const_expr(self.layout.converts):
                 k_tile = self.converted_half(thread)
-                self.convert(self.k_half(source, stage), k_tile, thread)
+            self.loads.wait(source, stage, phase)
+            if const_expr(self.layout.converts):
+                self.convert(k_slot, k_tile, thread)
                 self.loads.publish(source)
             self.mma.issue_scores(k_tile, thread.dim_slice, q_frags, state.scores, thread.lane)
             if const_expr(self.layout.converts):
                 v_tile = k_tile + self.layout.tile.half_nbytes
-                self.convert(self.v_half(source, stage), v_tile, thread)
+                self.convert(v_slot, v_tile, thread)
             self.mma.await_scores(state.scores)
             if const_expr(self.layout.converts):
                 ahead = self.ask_next(source, stage, phase, ahead, seen, tile, thread, keys)
@@ -200,6 +203,7 @@ class Attend:
                     source, thread, keys, sight, state, q_frags, tile, seen, stage, phase, ahead
                 )
                 v_tile = self.v_half(source, stage)
+            next_stage, next_phase = self.next_slot(stage, phase)
             self.mma.issue_accumulate(
                 v_tile, thread.dim_slice, self.fragments(state), state.acc, thread.lane
             )
@@ -208,7 +212,8 @@ class Attend:
                 ahead = self.ask_next(source, stage, phase, ahead, seen, tile, thread, keys)
             tile += keys.stride
             seen += 1
-            stage, phase = self.next_slot(stage, phase)
+            stage = next_stage
+            phase = next_phase
         self.loads.finish()
 
     @cute.jit
