@@ -100,8 +100,8 @@ class LastWarpCopies(SharedTensorCopy):
     def release(self, source, stage, phase, lane):
         """Count the slot as read; return whether this thread asks, if it is its warp's first."""
         cute.arch.sync_warp()
-        # Relaxed: what was read has arrived in registers, and nothing was written. An order with
-        # other memory would cost 0.1 us of the 9.8 that a tree of four tokens takes.
+        # Relaxed: what was read has arrived in registers, and what was written was published. An
+        # order with other memory would cost 0.1 us of the 9.8 that a tree of four tokens takes.
         readers = self.readers(source.own.barriers, stage)
         before = ptx.atomic_add_shared(readers, Int32(1), lane == 0)
         return (before & (self.warps - 1)) == self.warps - 1
