@@ -21,10 +21,11 @@ from kernels.common.layout import log2
 from kernels.common.merge import Groups
 from kernels.common.signature import ScalarParameter, StreamParameter, TensorParameter
 from kernels.fmha_decode_tree import masks
-from kernels.fmha_decode_tree.attend import LEAST_SCALE, Attend, Keys, Thread
+from kernels.fmha_decode_tree.attend import Attend, Keys
 from kernels.fmha_decode_tree.layout import MMA_ROWS, TreeConfig, TreeLayout, TreeShape
 from kernels.fmha_decode_tree.masks import Edges, Sight
 from kernels.fmha_decode_tree.merge import Rows, TreeCta, TreeMerge
+from kernels.fmha_decode_tree.tile import LEAST_SCALE, Thread
 
 
 def parameters(kv_dtype: str, head_dim: int):
@@ -242,7 +243,7 @@ class TreeKernel:
             keys = Keys(
                 table, v_row_nbytes, max_pages, pool_pages, left, length, end_tile, stride, scale,
             )  # fmt: skip
-            state = self.attend.state()
+            state = self.attend.math.state()
             ahead = self.attend.fill(source, thread, keys, tile, k_ids, v_ids)
             if const_expr(shape.cluster > 1):
                 self.let_next_in(blocks)

@@ -1,0 +1,130 @@
+"""A tile's arithmetic between the two products: scores, weights, and what was summed before."""
+
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Uint32, cute, range_constexpr
+
+from kernels.common import ptx
+from kernels.common.layout import log2
+
+# A score that is not visible: below every finite one, whose magnitude f16 factors keep under 1e13.
+# Unlike -inf it can be multiplied by the scale, whose magnitude is kept above LEAST_SCALE.
+HIDDEN = -3.0e38
+LEAST_SCALE = 1e-30
+# Exponents may be so far above 0 before a row's sums are scaled down, which after the first tiles
+# hardly ever happens then. Weights stay far from the largest f16, and as exact as below 1.
+SLACK = 8.0
+
+
+class Thread(NamedTuple):
+    smem: Any
+    warp: Any
+    lane: Any
+    token_group: Any  # sets of warps that take different tokens
+    row: Any  # the warp's first
+    dim_slice: Any
+
+
+class State(NamedTuple):
+    """A warp's partial result, and the tile that it is at, in registers."""
+
+    acc: Any
+    row_max: Any  # before scaling; no score is more than SLACK above, scaled
+    row_base: Any  # what exponents are relative to
+    row_sum: Any
+    scores: Any
+    weights: Any  # pairs of f16: A fragments of 16 tokens each
+
+    def maximum(self, row):
+        """Return what the merge takes for a row's maximum."""
+        hidden = self.row_max[row] == Float32(HIDDEN)
+        return ptx.select(hidden, Float32(ptx.NEG_INF), self.row_base[row])
+
+
+class TileMath:
+    def __init__(self, layout):
+        self.layout, self.shape = layout, layout.shape
+
+    def state(self):
+        shape, dims = self.shape, self.layout.dims
+        acc, row_max, row_base, row_sum, scores = (
+            cute.make_rmem_tensor((count,), Float32)
+            for count in (dims // 2, 2, 2, 2, shape.tokens // 2)
+        )
+        weights = cute.make_rmem_tensor((shape.tokens // 4,), Uint32)
+        acc.fill(0.0)
+        row_max.fill(HIDDEN)
+        row_base.fill(0.0)
+        row_sum.fill(0.0)
+        scores.fill(0.0)
+        return State(acc, row_max, row_base, row_sum, scores, weights)
+
+    def exchange_scores(self, scores, thread, phase):
+        """Add the partial scores of the warps that hold other dimensions of the same rows."""
+        layout, split = self.layout, self.layout.dim_split
+        area = thread.smem + layout.q + phase * (layout.warps * layout.exchange_nbytes)
+        mine = area + thread.warp * layout.exchange_nbytes + thread.lane * 16
+        tiles = range(self.shape.tokens // 8)
+        for n in tiles:
+            ptx.st_shared_f32x4(mine + 512 * n, [scores[4 * n + c] for c in range(4)])
+        rows = thread.warp >> log2(split)
+        # The first barriers are the rings'.
+        ptx.barrier(rows + (self.shape.token_groups + 1), 32 * split)
+        for n in tiles:
+            total = [Float32(0.0)] * 4
+            for w in range(split):
+                theirs = area + (rows * split + w) * layout.exchange_nbytes + thread.lane * 16
+                part = ptx.ld_shared_f32x4(theirs + 512 * n)
+                total = [a + b for a, b in zip(total, part, strict=True)]
+            for c in range(4):
+                scores[4 * n + c] = total[c]
+
+    def softmax(self, state, scale):
+        """Return P, each row's correction of what was summed, and if any is not 1."""
+        scores, count = state.scores, self.shape.tokens // 8
+        weights, corrections = {}, []
+        moved = None
+        for half in range(2):
+            places = [4 * n + 2 * half + c for n in range(count) for c in range(2)]
+            tile_max = pairwise([scores[at] for at in places], cute.arch.fmax)
+            tile_max = ptx.warp_reduce(tile_max, cute.arch.fmax, lane_masks=(2, 1))
+            old = state.row_max[half]
+            top = cute.arch.fmax(old, tile_max)
+            rose = (top - old) * scale > Float32(SLACK)
+            new = ptx.select(rose, top, old)
+            base = ptx.select(new == Float32(HIDDEN), Float32(0.0), ptx.mul_rn(new, scale))
+            correction = ptx.exp2(state.row_base[half] - base)
+            # Nothing has been summed that 0 would lose, and the base may have come down from 0.
+            correction = ptx.select(old == Float32(HIDDEN), Float32(0.0), correction)
+            for at in places:
+                weights[at] = ptx.exp2_scaled(scores[at], scale, -base)
+            total = pairwise([weights[at] for at in places], ptx.add)
+            state.row_max[half] = new
+            state.row_base[half] = base
+            state.row_sum[half] = state.row_sum[half] * correction + total
+            corrections.append(correction)
+            moved = rose if moved is None else moved | rose
+        return weights, corrections, cute.arch.vote_any_sync(moved)
+
+    def keep(self, state, weights):
+        """Keep P: a C fragment of 16 tokens is an A fragment, of rows g, g + 8, and 8 tokens on."""
+        for at in range(0, len(weights), 2):
+            state.weights[at // 2] = ptx.pack_f16x2(weights[at], weights[at + 1])
+
+    def fragments(self, state):
+        count = self.shape.tokens // 16
+        return [tuple(state.weights[4 * t + i] for i in range(4)) for t in range(count)]
+
+    @cute.jit
+    def rescale(self, state, corrections, moved):
+        if moved:
+            for i in range_constexpr(self.layout.dims // 2):
+                state.acc[i] = state.acc[i] * corrections[(i >> 1) & 1]
+
+
+def pairwise(values, combine):
+    """Combine neighbours, then their results, and so on: short chains."""
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
