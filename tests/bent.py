@@ -17,8 +17,8 @@ from kernels.export import export
 from kernels.fmha_decode_ctm.config import decode_config
 from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelShape
 from kernels.fmha_decode_tree import config as tree_config
-from kernels.fmha_decode_tree.attend import Attend
 from kernels.fmha_decode_tree.layout import TreeShape
+from kernels.fmha_decode_tree.tile import TileMath
 from kernels.variants import TreeVariant, Variant
 
 ARCH = "sm_90a"
@@ -50,10 +50,10 @@ BENDS = {
 }
 
 
-_softmax = Attend.softmax
+_softmax = TileMath.softmax
 
 
-def _packed(self: Attend, state: Any, scale: Any) -> Any:
+def _packed(self: TileMath, state: Any, scale: Any) -> Any:
     """Make the next A operand while the multiply of the last one is in flight."""
     weights, corrections, moved = _softmax(self, state, scale)
     pairs = range(0, len(weights), 2)
@@ -61,7 +61,7 @@ def _packed(self: Attend, state: Any, scale: Any) -> Any:
     return words, corrections, moved
 
 
-def _keep(self: Attend, state: Any, words: Any) -> None:
+def _keep(self: TileMath, state: Any, words: Any) -> None:
     for i, word in enumerate(words):
         state.weights[i] = word
 
@@ -71,8 +71,8 @@ def serialise(out: Path) -> str:
     shape = TreeShape(1, 8, 1, 64, 4, warpgroup=True, overlap=True)
     with (
         patch.dict(tree_config._WARPGROUP, {("f16", 128): [shape]}),
-        patch.object(Attend, "softmax", _packed),
-        patch.object(Attend, "keep", _keep),
+        patch.object(TileMath, "softmax", _packed),
+        patch.object(TileMath, "keep", _keep),
     ):
         return export(TreeVariant("serialised", "f16", 128), ARCH, HOST, out).report
 
