@@ -123,6 +123,9 @@ def _config(config: dict[str, Any], image: bytes, gpu_arch: str) -> dict[str, An
         raise ValueError(f"the variant tells of {len(given)} kernels, the object holds {len(used)}")
     if slow := [i for i, kernel in enumerate(used) if kernel.is_serialised]:
         raise ValueError(f"ptxas waits for every single multiply of a warpgroup in kernels {slow}")
+    multiplying = (i for i, kernel in enumerate(used) if kernel.instructions["HGMMA"])
+    if spilling := [i for i in multiplying if used[i].spill_bytes]:
+        raise ValueError(f"the registers of a warpgroup do not suffice for kernels {spilling}")
     rows = [{**kernel._asdict(), **row} for kernel, row in zip(used, given, strict=True)]
     return {**config, "kernels": rows}
 

@@ -1,7 +1,7 @@
 """Decode kernels that are not what they should be: ``python -m tests.bent OUT`` exports them.
 
 Each is the kernel without clusters of ``fmha_decode_f16_d128``, for 16 heads, with one thing bent;
-``straight`` has none. What became of a tree kernel is in ``serialised.txt``.
+``straight`` has none. What became of two tree kernels is in ``serialised.txt`` and ``spilt.txt``.
 """
 
 import sys
@@ -70,11 +70,20 @@ def serialise(out: Path) -> str:
     """Return how the export of a tree kernel whose multiplies ptxas serialises is refused."""
     shape = TreeShape(1, 8, 1, 64, 4, warpgroup=True, overlap=True)
     with (
-        patch.dict(tree_config._WARPGROUP, {("f16", 128): [shape]}),
         patch.object(TileMath, "softmax", _packed),
         patch.object(TileMath, "keep", _keep),
     ):
-        return export(TreeVariant("serialised", "f16", 128), ARCH, HOST, out).report
+        return _refusal(shape, 128, out)
+
+
+def spill(out: Path) -> str:
+    """Return how that of one is refused whose scores and sums are more than its registers."""
+    return _refusal(TreeShape(1, 4, 1, 128, 2, warpgroup=True), 256, out)
+
+
+def _refusal(shape: TreeShape, head_dim: int, out: Path) -> str:
+    with patch.dict(tree_config._WARPGROUP, {("f16", head_dim): [shape]}):
+        return export(TreeVariant("refused", "f16", head_dim), ARCH, HOST, out).report
 
 
 def main(out: Path) -> None:
@@ -86,6 +95,7 @@ def main(out: Path) -> None:
         if not result.ok:
             sys.exit(f"{name}: {result.report}")
     (out / "serialised.txt").write_text(serialise(out))
+    (out / "spilt.txt").write_text(spill(out))
 
 
 if __name__ == "__main__":

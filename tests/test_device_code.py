@@ -71,3 +71,8 @@ def test_a_kernel_that_copies_8_bytes_at_a_time(faults_of):
 def test_a_kernel_whose_multiplies_ptxas_serialises(bent):
     report = (bent / "serialised.txt").read_text()
     assert "ptxas waits for every single multiply of a warpgroup in kernels [0]" in report
+
+
+def test_a_kernel_of_warpgroups_that_spills(bent):
+    report = (bent / "spilt.txt").read_text()
+    assert "the registers of a warpgroup do not suffice for kernels [0]" in report
