@@ -351,10 +351,15 @@ def test_the_scratch_is_that_of_the_call(fake, stream):
     a, b, c = map(buffers, fake.launches())
     assert a == c
     assert not set(a) & set(b)
-    for grow in (one.scratch, one.semaphores):
-        grow(100_000, stream=stream)
+    scratch, semaphores = a
+    one.scratch(100_000, stream=stream)
     problem.call(stream=stream, workspace=one)
-    assert not set(a) & set(buffers(fake.launches()[3]))
+    grown, kept = buffers(fake.launches()[3])
+    assert (grown != scratch, kept) == (True, semaphores)
+    one.semaphores(100_000, stream=stream)
+    problem.call(stream=stream, workspace=one)
+    kept, grown_too = buffers(fake.launches()[4])
+    assert (kept, grown_too != semaphores) == (grown, True)
     assert_close(problem.out, problem.expected())
 
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -388,25 +389,23 @@ def test_1e5_holds_leave_everything_level(fake: ModuleType, streams: list[int]) 
     assert fake.live_events() <= events + memory._SWEEP_EVERY
 
 
+def in_threads(work: Callable[[int], None], streams: list[int]) -> None:
+    """Run ``work`` in a thread for each of ``streams``, all at once; none may raise."""
+    with ThreadPoolExecutor(len(streams)) as pool:
+        for done in [pool.submit(work, stream) for stream in streams]:
+            done.result()
+
+
 def test_holding_from_many_threads(fake: ModuleType, streams: list[int]) -> None:
     owner = Owner()
     count = sys.getrefcount(owner)
-    failures = []
 
     def work(stream: int) -> None:
-        try:
-            for _ in range(2000):
-                hold_until_done(owner, 0, stream)
-        except Exception as error:
-            failures.append(error)
+        for _ in range(2000):
+            hold_until_done(owner, 0, stream)
 
-    threads = [threading.Thread(target=work, args=(streams[i % 2],)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [streams[i % 2] for i in range(8)])
     release_done()
-    assert not failures
     assert sys.getrefcount(owner) == count
     pooled = [event for idle in memory._idle_events.values() for event in idle]
     assert len(pooled) == len(set(pooled))
@@ -626,26 +625,17 @@ def test_a_finaliser_may_use_the_same_workspace(
 
 
 def test_threads_that_share_a_workspace(fake: ModuleType, streams: list[int]) -> None:
-    workspace, failures = Workspace(), []
-
-    def work() -> None:
-        try:
-            for i in range(2000):
-                hold_until_done(owner, 0, streams[0], workspace=workspace)
-                if i % 5 == 0:
-                    release_done()
-        except Exception as error:
-            failures.append(error)
-
-    owner = Owner()
+    workspace, owner = Workspace(), Owner()
     count = sys.getrefcount(owner)
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+    def work(stream: int) -> None:
+        for i in range(2000):
+            hold_until_done(owner, 0, stream, workspace=workspace)
+            if i % 5 == 0:
+                release_done()
+
+    in_threads(work, [streams[0]] * 8)
     release_done()
-    assert not failures
     assert sys.getrefcount(owner) == count
     assert len(memory._idle_events[0]) == len(set(memory._idle_events[0]))
 

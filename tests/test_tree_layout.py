@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kernels.fmha_decode_ctm.config import SMEM_NBYTES
+from kernels.fmha_decode_tree.attend import FIRST_TURN
 from kernels.fmha_decode_tree.config import tree_config
 from kernels.fmha_decode_tree.convert import Conversion
 from kernels.fmha_decode_tree.layout import TreeLayout
@@ -27,16 +28,22 @@ LAYOUTS = [
     for v, arch, kernels in layouts()
     for layout in kernels
 ]
+# Modules that have 128 rows a CTA in pairs of CTAs alone.
+IN_PAIRS = {("sm_90a", f"fmha_decode_tree_e4m3_d{head_dim}") for head_dim in (64, 128)}
 CONVERTING = [param for param in LAYOUTS if param.values[1].converts]
 
 
 @pytest.mark.parametrize(
     ("variant", "arch", "kernels"), [pytest.param(*x, id=f"{x[0].name}-{x[1]}") for x in layouts()]
 )
-def test_each_number_of_rows_or_half_of_it_has_a_kernel_without_clusters(variant, arch, kernels):
-    alone = {layout.rows for layout in kernels if layout.shape.cluster == 1}
-    assert alone
-    assert {layout.rows for layout in kernels} <= alone | {2 * rows for rows in alone}
+def test_each_number_of_rows_has_a_kernel_without_clusters(variant, arch, kernels):
+    """But 128 of e4m3 where eight warps that wait for each other pay in pairs of CTAs alone."""
+    rows = {layout.rows for layout in kernels}
+    assert rows
+    if (arch, variant.name) in IN_PAIRS:
+        assert {layout.shape.cluster for layout in kernels if layout.rows == 128} == {2}
+        rows -= {128}
+    assert {layout.rows for layout in kernels if layout.shape.cluster == 1} == rows
     assert len({(layout.rows, layout.shape.cluster) for layout in kernels}) == len(kernels)
     if int(arch[3:].rstrip("a")) < 90:
         assert {layout.shape.cluster for layout in kernels} == {1}
@@ -73,6 +80,17 @@ def test_products_of_one_shape_overlap(arch, layout):
     """Otherwise ptxas gives the weights the registers of q."""
     if layout.shape.warpgroup and layout.shape.tokens == layout.config.head_dim:
         assert layout.shape.overlap
+
+
+@pytest.mark.parametrize(("arch", "layout"), LAYOUTS)
+def test_who_asks_for_tiles_and_who_has_a_turn(arch, layout):
+    if layout.shape.warpgroup and not layout.converts:  # readers are counted in the low bits
+        assert layout.group_warps in (4, 8)
+    if layout.shape.overlap:  # one slot whose values are added, one whose scores are, one to fill
+        assert layout.shape.stages >= 3
+    if layout.takes_turns:  # two warpgroups of one ring, at barriers that are not the ring's
+        assert (layout.warps, layout.token_groups, layout.exchanges) == (8, 1, False)
+        assert layout.token_groups < FIRST_TURN
 
 
 @pytest.mark.parametrize(("arch", "layout"), CONVERTING)

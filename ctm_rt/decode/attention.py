@@ -8,7 +8,7 @@ from ctm_rt.decode.scratch import forget_workspace, shared_workspace
 from ctm_rt.errors import DriverError
 from ctm_rt.memory import DeviceArray, Workspace, hold_until_done
 from ctm_rt.modules.kernel import Launch
-from ctm_rt.tensor import view
+from ctm_rt.tensor import TensorView, view
 
 
 def decode_attention(
@@ -52,11 +52,11 @@ def decode_attention(
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree_mask=None if tree_mask is None else view(tree_mask, "tree_mask"),
+        tree_mask=_optional(tree_mask, "tree_mask"),
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=handle,
-        stats=None if stats is None else view(stats, "stats"),
+        stats=_optional(stats, "stats"),
     )
     try:
         launch(handle)
@@ -147,11 +147,11 @@ def bind_decode(
         v_scale=v_scale,
         sliding_window=sliding_window,
         skip_softmax=skip_softmax,
-        tree_mask=None if tree_mask is None else view(tree_mask, "tree_mask"),
+        tree_mask=_optional(tree_mask, "tree_mask"),
         contiguous_query_swa=contiguous_query_swa,
         workspace=workspace,
         stream=driver.stream_handle(stream),
-        stats=None if stats is None else view(stats, "stats"),
+        stats=_optional(stats, "stats"),
     )
 
 
@@ -162,5 +162,9 @@ def _views(q: Any, kv_pool: Any, page_table: Any, seq_lens: Any, out: Any, sinks
         view(page_table, "page_table"),
         view(seq_lens, "seq_lens"),
         view(out, "out"),
-        None if sinks is None else view(sinks, "sinks"),
+        _optional(sinks, "sinks"),
     )
+
+
+def _optional(array: Any, name: str) -> TensorView | None:
+    return None if array is None else view(array, name)

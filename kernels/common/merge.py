@@ -142,9 +142,7 @@ class Merge:
         ptx.mbarrier_expect(cta.smem + self.layout.barrier, nbytes, cta.tid == 0)
         ptx.cluster_wait()  # every CTA's barrier stands
         self.push(cta)
-        done = ptx.mbarrier_done(cta.smem + self.layout.barrier, Int32(0))
-        while done == 0:
-            done = ptx.mbarrier_done(cta.smem + self.layout.barrier, Int32(0))
+        ptx.mbarrier_wait(cta.smem + self.layout.barrier, Int32(0), "cluster")
 
     def push(self, cta):
         """Send every dimension's sums to the CTA of the cluster that owns it."""

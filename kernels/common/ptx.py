@@ -341,8 +341,15 @@ def mbarrier_expect(smem, nbytes, predicate=None):
     )
 
 
-def mbarrier_done(smem, phase, scope="cluster"):
-    """Return whether the barrier's phase is over; at the scope of a cluster that empties L1."""
+@cute.jit
+def mbarrier_wait(smem, phase, scope: cutlass.Constexpr = "cta"):
+    """Wait for the end of the barrier's phase; at the scope of a cluster that empties L1."""
+    done = _mbarrier_done(smem, phase, scope)
+    while done == 0:
+        done = _mbarrier_done(smem, phase, scope)
+
+
+def _mbarrier_done(smem, phase, scope):
     return asm(
         f"{{ .reg .pred done; mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 "
         "done, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, done; }",

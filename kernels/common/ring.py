@@ -174,7 +174,7 @@ class TensorCopy:
         ptx.cp_async_wait(0)
 
     def wait(self, source, stage, phase):
-        await_phase(source.barriers + stage * 8, phase)
+        ptx.mbarrier_wait(source.barriers + stage * 8, phase)
 
     @cute.jit
     def hide(self, source, stage, tile, lane):
@@ -199,11 +199,3 @@ class TensorCopy:
 
     def finish(self):
         pass
-
-
-@cute.jit
-def await_phase(barrier, phase):
-    """Wait for what the CTA's own copies or warps report to a barrier."""
-    done = ptx.mbarrier_done(barrier, phase, scope="cta")
-    while done == 0:
-        done = ptx.mbarrier_done(barrier, phase, scope="cta")

@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32, cute
 
 from kernels.common import ptx
 from kernels.common.layout import SlotLayout
-from kernels.common.ring import AsyncCopy, TensorCopy, await_phase
+from kernels.common.ring import AsyncCopy, TensorCopy
 
 
 class SharedAsyncCopy(AsyncCopy):
@@ -75,7 +75,7 @@ class SharedTensorCopy(TensorCopy):
         super().ask(source.own, stage, tile, page_token, wanted, lane)
 
     def wait(self, source, stage, phase):
-        await_phase(source.own.barriers + stage * 8, phase)
+        ptx.mbarrier_wait(source.own.barriers + stage * 8, phase)
 
     def meet(self, source):
         ptx.barrier(source.barrier, 32 * self.warps)
@@ -125,7 +125,7 @@ class FirstWarpCopies(SharedTensorCopy):
         cute.arch.sync_warp()
         ptx.mbarrier_arrive(readers, lane == 0)
         if source.thread < 32:
-            await_phase(readers, phase)
+            ptx.mbarrier_wait(readers, phase)
         return source.thread < 32
 
 
