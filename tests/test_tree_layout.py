@@ -1,7 +1,6 @@
 """The tree kernels' static sides: what fits, what lies where, and who converts what."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
@@ -97,9 +96,9 @@ def test_who_asks_for_tiles_and_who_has_a_turn(arch, layout):
 def test_each_part_of_a_tile_is_converted_once(arch, layout):
     conversion = Conversion(layout)
     parts = [
-        part
+        tuple(map(sum, zip(conversion.first(warp), step, strict=True)))
         for warp in range(layout.group_warps)
-        for part in conversion.conversions(SimpleNamespace(warp=warp))
+        for step in conversion.steps()
     ]
     everything = itertools.product(range(layout.tile.blocks), range(layout.slot.rows // 8))
     assert sorted(parts) == sorted(everything)

@@ -358,6 +358,26 @@ def _mbarrier_done(smem, phase, scope):
     )
 
 
+def elect_one():
+    """Return whether this lane is the one that acts for its warp, all of whose lanes are here.
+
+    It is the same lane each time. ptxas knows that it is one: a tensor copy, which is of a warp's
+    uniform datapath, stands alone under it, but in a loop over the lanes under another predicate.
+    """
+    return (
+        asm(
+            "{{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.b32 {$w0}, 1, 0, one; }}",
+            (Int32,),
+        )
+        != 0
+    )
+
+
+def settled(value, lane):
+    """Return ``value``, which the compiler then keeps: it would rather work it out at each use."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
 def fence_proxy_async():
     asm("fence.proxy.async.shared::cta;")
 

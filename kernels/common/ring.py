@@ -68,7 +68,7 @@ class AsyncCopy:
             + layout.matrix_address(0, row, within),
         )
 
-    def ask(self, source, stage, tile, page_token, wanted, lane, with_values=True):
+    def ask(self, source, stage, tile, page_token, wanted, with_values=True):
         """Ask for a tile; what is not visible arrives as zeros."""
         layout = self.layout
         in_page = source.address + Int64(page_token) * source.token_nbytes
@@ -153,12 +153,12 @@ class TensorCopy:
             block=dim >> log2(self.layout.block_nbytes // kv_nbytes),
         )
 
-    def ask(self, source, stage, tile, page_token, wanted, lane, with_values=True):
+    def ask(self, source, stage, tile, page_token, wanted, with_values=True):
         """Ask for a tile; rows past the page arrive as they are, page -1 as zeros."""
         layout = self.layout
         slot = source.ring + stage * layout.slot_nbytes
         barrier = source.barriers + stage * 8
-        chosen = (lane == 0) & wanted
+        chosen = ptx.elect_one() & wanted
         halves = ((0, tile.k_page), (layout.half_nbytes, tile.v_page))[: 1 + with_values]
         ptx.mbarrier_expect(barrier, len(halves) * layout.half_nbytes, chosen)
         for half, page in halves:

@@ -232,7 +232,7 @@ class Attend:
     def ask(self, thread, keys, source, stage, tile, valid, wanted, k_page, v_page, with_values):
         there = self.tile_of(thread, keys, tile, valid, k_page, v_page)
         page_token = there.token & (TOKENS_PER_PAGE - 1)
-        self.loads.ask(source, stage, there, page_token, wanted, thread.lane, with_values)
+        self.loads.ask(source, stage, there, page_token, wanted, with_values)
 
     def ask_next(self, thread, keys, source, stage, index, tile, k_ids, v_ids, live):
         """Ask for this warp's tokens of ``tile``; return ``live`` with its bit."""

@@ -54,12 +54,12 @@ _WARPGROUP = {
     ],
     ("f16", 512): [TreeShape(cluster, 4, 1, 32, 2, **_W) for cluster in (*_CLUSTERS, 1)],
     ("e4m3", 64): [
-        *(TreeShape(cluster, 4, 2, 128, 2, **_W) for cluster in _CLUSTERS),
+        *(TreeShape(cluster, 4, 2, 128, 3, **_W) for cluster in _CLUSTERS),
         TreeShape(1, 4, 1, 128, 3, **_W),
         TreeShape(2, 8, 1, 128, 3, **_W),
     ],
     ("e4m3", 128): [
-        *(TreeShape(cluster, 4, 2, 64, 2, **_W) for cluster in _CLUSTERS),
+        *(TreeShape(cluster, 4, 2, 64, 4, **_W) for cluster in _CLUSTERS),
         TreeShape(1, 4, 1, 64, 3, **_W),
         TreeShape(2, 8, 1, 64, 3, **_W),
     ],

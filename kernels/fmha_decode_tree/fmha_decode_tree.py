@@ -155,13 +155,11 @@ class TreeKernel:
         lane = tid & 31
         warp = cute.arch.make_warp_uniform(tid >> 5)
         smem = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
-        thread = Thread(
-            smem,
-            warp,
-            lane,
-            warp >> log2(layout.group_warps),
-            *self.row_and_slice(warp),
-        )
+        token_group = warp >> log2(layout.group_warps)
+        if const_expr(layout.keeps_addresses):
+            smem = cute.arch.make_warp_uniform(smem)
+            token_group = token_group if shape.token_groups > 1 else Int32(0)
+        thread = Thread(smem, warp, lane, token_group, *self.row_and_slice(warp))
 
         rank = Int32(0)
         if const_expr(shape.cluster > 1):

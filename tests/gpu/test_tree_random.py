@@ -98,6 +98,20 @@ def test_long_sequence(tree_module: Module, query_len: int) -> None:
         assert_tree_matches(got, inputs, expected, what)
 
 
+@pytest.mark.parametrize("query_len", [4, 100])
+def test_long_sequence_with_holes(tree_module: Module, query_len: int) -> None:
+    """Half of its pages lie outside the pool: the fast way through tiles ends anywhere."""
+    inputs = make_tree(tree_module, [20_000], query_len, num_kv_heads=1)
+    pages = inputs.page_table.shape[2] - 2  # the draft's own are left
+    holes = np.random.default_rng(1).random(pages) < 0.5
+    inputs.page_table[0, 0, :pages][holes] = -1
+    expected = exact(inputs)
+    call = TreeCall(tree_module, inputs)
+    assert_tree_matches(call.run(), inputs, expected, "as planned")
+    for what, got in call.run_kernels([(1, 0), (3, 0)]):
+        assert_tree_matches(got, inputs, expected, what)
+
+
 def test_scales_of_e4m3(tree_module: Module) -> None:
     """Case 8. ``k_scale`` multiplies scores, ``v_scale`` values; tiny and huge ones cancel."""
     if tree_module.kv_dtype != "e4m3":
