@@ -317,15 +317,9 @@ def st_shared_i32(smem, value, predicate=None):
 # --- memory barriers -----------------------------------------------------------------------------
 
 
-def mbarrier_init(smem, predicate=None, arrivals=1):
-    """Make a barrier for arrivals and the bytes they announce; ``fence_mbarrier_init`` next."""
-    asm(
-        f"mbarrier.init.shared::cta.b64 [{{$r0}}], {arrivals};", inputs=(smem,), predicate=predicate
-    )
-
-
-def mbarrier_arrive(smem, predicate):
-    asm("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", inputs=(smem,), predicate=predicate)
+def mbarrier_init(smem, predicate=None):
+    """Make a barrier for one arrival and the bytes it announces; ``fence_mbarrier_init`` next."""
+    asm("mbarrier.init.shared::cta.b64 [{$r0}], 1;", inputs=(smem,), predicate=predicate)
 
 
 def fence_mbarrier_init():
