@@ -27,19 +27,24 @@ def shared(variant: Variant) -> list[KernelLayout]:
     return [each for each in layouts if each.shape.cluster == 16 and each.lets_two_share_an_sm]
 
 
+def concerned() -> dict[Variant, list[KernelLayout]]:
+    """Return those kernels of each module that has any."""
+    found = {v: shared(v) for v in VARIANTS if v.family == "fmha_decode"}
+    return {variant: layouts for variant, layouts in found.items() if layouts}
+
+
 def main(out: Path) -> None:
-    for variant in VARIANTS:
-        layouts = shared(variant) if variant.family == "fmha_decode" else []
-        if not layouts:
-            continue
+    modules = concerned()
+    alone = {layout for layouts in modules.values() for layout in layouts}
 
-        def nbytes(layout: KernelLayout, alone: list[KernelLayout] = layouts) -> int:
-            return ALONE_NBYTES if layout in alone else _needed_nbytes(layout)
+    def nbytes(layout: KernelLayout) -> int:
+        return ALONE_NBYTES if layout in alone else _needed_nbytes(layout)
 
-        with patch.object(KernelLayout, "smem_nbytes", property(nbytes)):
+    with patch.object(KernelLayout, "smem_nbytes", property(nbytes)):
+        for variant in modules:
             result = export(variant, ARCH, HOST, out)
-        if not result.ok:
-            sys.exit(f"{variant.name}: {result.report}")
+            if not result.ok:
+                sys.exit(f"{variant.name}: {result.report}")
 
 
 if __name__ == "__main__":

@@ -355,8 +355,9 @@ def _mbarrier_done(smem, phase, scope):
 def elect_one():
     """Return whether this lane is the one that acts for its warp, all of whose lanes are here.
 
-    It is the same lane each time. ptxas knows that it is one: a tensor copy, which is of a warp's
-    uniform datapath, stands alone under it, but in a loop over the lanes under another predicate.
+    It is the same lane each time; ``cute.arch.elect_one`` is a branch, this is a value. ptxas knows
+    that it is one lane: a tensor copy, which is of a warp's uniform datapath, stands alone under
+    it, but in a loop over the lanes under another predicate.
     """
     return (
         asm(

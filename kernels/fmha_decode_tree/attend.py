@@ -75,7 +75,10 @@ class Attend:
 
     @cute.jit
     def turn_pages(self, ahead, seen, tile, thread, keys):
-        """Have the page ids of what takes the place of ``tile``, the one after ``seen`` others."""
+        """Have the page ids of what takes the place of ``tile``, the one after ``seen`` others.
+
+        Once for each tile, somewhere before ``ask_next`` leaves it.
+        """
         index = seen + self.shape.stages
         tile = tile + self.shape.stages * keys.stride
         k_ids = ahead.k_ids

@@ -30,7 +30,7 @@ _OVERLAP = {"warpgroup": True, "overlap": True}
 # batch 1, 4,096 keys on an H200 18.5 us in threes, 23.7 in pairs; of 32 tokens 12.8 in sixes, 14.5
 # in fours. 128 rows a CTA halve what each row costs to read, and to convert: 64 tokens, batch 32,
 # heads of 256 524 us instead of 713, of e4m3 652 instead of 876. With e4m3 heads of 128 eight warps
-# that wait for each other twice a tile take 425 instead of 387, where two CTAs of four share an SM;
+# that wait for each other twice a tile took 425 instead of 387, where two CTAs of four share an SM;
 # where one has it alone, batch 8 of 32 tokens, 58 instead of 97.
 _CLUSTERS = (8, 6, 4, 3, 2)
 _WARPGROUP = {

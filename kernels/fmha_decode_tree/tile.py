@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from cutlass import Float32, Uint32, cute, range_constexpr
+from cutlass import Float32, Uint32, cute
 
 from kernels.common import ptx
 from kernels.common.layout import log2
@@ -88,21 +88,19 @@ class TileMath:
         tops = [pairwise(self.row_of(state.scores, half), cute.arch.fmax) for half in range(2)]
         rose = [(tops[i] - state.row_max[i]) * scale > Float32(SLACK) for i in range(2)]
         self.scale_down(state, *tops, scale, cute.arch.vote_any_sync(rose[0] | rose[1]))
-        return self.weigh(state, scale, [Float32(1.0)] * 2)
+        return self.weigh(state, scale)
 
     @cute.jit
     def scale_down(self, state, top, other_top, scale, rose):
         if rose:
             corrections, _ = self.move_bases(state, (top, other_top), scale)
-            self.rescale(state, corrections, rose)
-            for half in range_constexpr(2):
-                state.row_sum[half] = state.row_sum[half] * corrections[half]
+            self._scale(state.acc, corrections)
 
     def softmax(self, state, scale):
         """Return P, each row's correction of ``acc``, and if any is not 1; without a branch."""
         tops = [pairwise(self.row_of(state.scores, half), cute.arch.fmax) for half in range(2)]
         corrections, rose = self.move_bases(state, tops, scale)
-        weights = self.weigh(state, scale, corrections)
+        weights = self.weigh(state, scale)
         return weights, corrections, cute.arch.vote_any_sync(rose)
 
     def row_of(self, scores, half):
@@ -113,7 +111,10 @@ class TileMath:
         return [4 * n + 2 * half + c for n in range(self.shape.tokens // 8) for c in range(2)]
 
     def move_bases(self, state, tops, scale):
-        """Let the bases follow the lanes' maxima; return the corrections, and if any is not 1."""
+        """Let bases and sums follow the lanes' maxima.
+
+        Return each row's correction, which ``acc`` still needs, and if any is not 1.
+        """
         corrections, moved = [], None
         for half in range(2):
             tile_max = ptx.warp_reduce(tops[half], cute.arch.fmax, lane_masks=(2, 1))
@@ -124,13 +125,15 @@ class TileMath:
             base = ptx.select(new == Float32(HIDDEN), Float32(0.0), ptx.mul_rn(new, scale))
             correction = ptx.exp2(state.row_base[half] - base)
             # Nothing has been summed that 0 would lose, and the base may have come down from 0.
-            corrections.append(ptx.select(old == Float32(HIDDEN), Float32(0.0), correction))
+            correction = ptx.select(old == Float32(HIDDEN), Float32(0.0), correction)
             state.row_max[half] = new
             state.row_base[half] = base
+            state.row_sum[half] = state.row_sum[half] * correction
+            corrections.append(correction)
             moved = rose if moved is None else moved | rose
         return corrections, moved
 
-    def weigh(self, state, scale, corrections):
+    def weigh(self, state, scale):
         """Return P, and add it up."""
         weights = {}
         for half in range(2):
@@ -138,7 +141,7 @@ class TileMath:
             for at in places:
                 weights[at] = ptx.exp2_scaled(state.scores[at], scale, -state.row_base[half])
             total = pairwise([weights[at] for at in places], ptx.add)
-            state.row_sum[half] = state.row_sum[half] * corrections[half] + total
+            state.row_sum[half] = state.row_sum[half] + total
         return weights
 
     def keep(self, state, weights):
@@ -153,8 +156,11 @@ class TileMath:
     @cute.jit
     def rescale(self, state, corrections, moved):
         if moved:
-            for i in range_constexpr(self.layout.dims // 2):
-                state.acc[i] = state.acc[i] * corrections[(i >> 1) & 1]
+            self._scale(state.acc, corrections)
+
+    def _scale(self, acc, corrections):
+        for i in range(self.layout.dims // 2):
+            acc[i] = acc[i] * corrections[(i >> 1) & 1]
 
 
 def pairwise(values, combine):
