@@ -24,7 +24,7 @@ def shared(variant: Variant) -> list[KernelLayout]:
     """Return which of its kernels have clusters of 16 whose CTAs share SMs."""
     config = decode_config(variant.kv_dtype, variant.head_dim, ARCH)
     layouts = [KernelLayout(config, shape) for shape in config.kernels]
-    return [each for each in layouts if each.shape.cluster == 16 and each.lets_two_share_an_sm]
+    return [each for each in layouts if each.shape.cluster == 16 and each.ctas_per_sm > 1]
 
 
 def concerned() -> dict[Variant, list[KernelLayout]]:

@@ -2,9 +2,24 @@
 
 from dataclasses import dataclass
 
+# Of an SM of sm_90 or sm_100; smaller SMs hold less shared memory.
+SM_SMEM_NBYTES, SM_REGISTERS = 233_472, 65_536
+_SMEM_NBYTES_BESIDE = 1024  # each CTA takes so much more than it asks for
+
 
 def log2(power: int) -> int:
     return power.bit_length() - 1
+
+
+def ctas_per_sm(smem_nbytes: int, threads: int, registers: int) -> int:
+    """Return how many CTAs find room on an SM, at least one; ``registers`` are a thread's.
+
+    Launch bounds tell ptxas, which does not know how much shared memory a CTA takes. Left alone it
+    aims at more CTAs and saves registers: f16 decode, heads of 128, batch 1 of 4,096 tokens, took
+    7.4 us on an H200 in 127 registers and 8.0 in 96, from one order of the same source to another.
+    """
+    by_smem = SM_SMEM_NBYTES // (smem_nbytes + _SMEM_NBYTES_BESIDE)
+    return max(1, min(by_smem, SM_REGISTERS // (threads * registers)))
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class Attend:
         Where they would not, they crowd onto the SMs that are idle now and stay there; and many
         CTAs gain nothing (docs/lost_experiments.md).
         """
-        there_is_room = Boolean(self.layout.lets_two_share_an_sm)
-        if const_expr(not self.layout.lets_two_share_an_sm):
+        there_is_room = Boolean(self.layout.ctas_per_sm >= 2)
+        if const_expr(self.layout.ctas_per_sm < 2):
             x, y, _ = cute.arch.grid_dim()
             there_is_room = x * y <= FEW_CTAS
         if there_is_room:

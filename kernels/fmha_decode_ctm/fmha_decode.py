@@ -96,9 +96,12 @@ class DecodeKernel:
         self.halves_heads = self.layout.max_heads < most and not shape.load_only
         self.attend = Attend(self.layout, halves_heads=self.halves_heads)
 
-        self.launch_options = launch.options(overlaps=config.has_clusters, cluster=shape.cluster)
-        if shape.skips:  # else ptxas aims at more CTAs an SM, and spills up to 32 bytes
-            self.launch_options["min_blocks_per_mp"] = 1
+        self.launch_options = launch.options(
+            overlaps=config.has_clusters,
+            cluster=shape.cluster,
+            # Those that skip have more to hold, and would spill up to 104 bytes.
+            ctas_per_sm=1 if shape.skips else self.layout.ctas_per_sm,
+        )
 
     def launch(
         self, q, kv_pool, page_table, seq_lens, sinks, skip_table, skip_dropped, out, workspace,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ctm_rt.decode.plan import HEADS_PER_TILE, MAX_GROUPS
-from kernels.common.layout import SlotLayout
+from kernels.common.layout import SlotLayout, ctas_per_sm
 
 MMA_TOKENS = 16
 
@@ -136,8 +136,9 @@ class KernelLayout:
         return self.ring_barriers + self.shape.warps * self.ring_barrier_nbytes
 
     @property
-    def lets_two_share_an_sm(self) -> bool:
-        return 2 * (self.smem_nbytes + 1024) <= 233_472  # sm_90, sm_100; smaller SMs hold less
+    def ctas_per_sm(self) -> int:
+        """How many CTAs find room on an SM, if 8 heads take 96 registers a thread."""
+        return ctas_per_sm(self.smem_nbytes, self.threads, 96 * self.shape.head_tiles)
 
 
 def _align(nbytes: int) -> int:

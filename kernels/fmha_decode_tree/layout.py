@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ctm_rt.decode.plan import MAX_GROUPS
-from kernels.common.layout import SlotLayout
+from kernels.common.layout import SlotLayout, ctas_per_sm
 
 MMA_ROWS = 16  # of a warp
 MAX_DIMS_PER_WARP = 128  # mma.sync: beside as much of q, 64 accumulators a thread
@@ -206,8 +206,9 @@ class TreeLayout:
         return self.unread + (4 * self.threads if self.shape.overlap else 0)
 
     @property
-    def lets_two_share_an_sm(self) -> bool:
-        return 2 * (self.smem_nbytes + 1024) <= 233_472  # sm_90, sm_100; smaller SMs hold less
+    def ctas_per_sm(self) -> int:
+        """How many CTAs find room on an SM, with as many registers as a thread can have."""
+        return ctas_per_sm(self.smem_nbytes, self.threads, 256)
 
 
 def _align(nbytes: int, step: int) -> int:
