@@ -1,9 +1,10 @@
 """How partial results meet: the warps of a CTA, the CTAs of a cluster, the groups of a sequence.
 
-A partial result of a head is a maximum m (base 2, -inf where no key was visible), a sum l of
-exp2(x - m), and unnormalised accumulators. The warps meet in shared memory; the CTAs of a cluster
-push to the one that owns a slice of the dimensions; the groups meet in the workspace, where the
-last to arrive merges in the order of groups and sets the counter back to zero. All fp32.
+A partial result of a head is a base m (of scores to base 2, none of which is more than SLACK above
+it; below any score, or -inf, where no key was visible), a sum l of exp2(x - m), and unnormalised
+accumulators. The warps meet in shared memory; the CTAs of a cluster push to the one that owns a
+slice of the dimensions; the groups meet in the workspace, where the last to arrive merges in the
+order of groups and sets the counter back to zero. All fp32.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from ctm_rt.decode.plan import HEADS_PER_TILE, MAX_GROUPS
 from kernels.common import ptx
 from kernels.common.layout import log2
 
+# Exponents may be so far above 0 before a row's sums are scaled down, which after the first tiles
+# hardly ever happens then. Weights stay far from the largest f16, and as exact as below 1.
+SLACK = 8.0
 GROUPS_IN_FLIGHT = 8  # partials that a merging thread asks for before it waits
 
 
@@ -62,7 +66,7 @@ class Merge:
     def stats_address(self, smem, token_group, head):
         return smem + (token_group * self.layout.max_heads + head) * 8
 
-    def store_warp(self, smem, warp, lane, acc, row_max, row_sum):
+    def store_warp(self, smem, warp, lane, acc, row_base, row_sum):
         """Store a warp's state; call it between two barriers of the CTA."""
         layout, head_tiles = self.layout, self.shape.head_tiles
         group, quad = lane >> 2, lane & 3
@@ -74,7 +78,7 @@ class Merge:
                 total = ptx.warp_reduce(row_sum[2 * n + c], ptx.add, lane_masks=(16, 8, 4))
                 # Warps that share tokens, and lanes that share a head, store the same numbers.
                 ptx.st_shared_f32x2(
-                    self.stats_address(smem, token_group, head), (row_max[2 * n + c], total)
+                    self.stats_address(smem, token_group, head), (row_base[2 * n + c], total)
                 )
                 for m in range(layout.dims // 16):
                     for half in range(2):

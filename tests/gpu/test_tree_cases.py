@@ -12,7 +12,7 @@ import pytest
 from ctm_rt import tree
 from ctm_rt.reference import e4m3_to_float
 from tests.gpu.device import assert_same
-from tests.gpu.inputs import INT32_MAX, PAGE, POISON, Module, number
+from tests.gpu.inputs import INT32_MAX, PAGE, POISON, Module, number, rising_keys
 from tests.gpu.trees import (
     TreeCall,
     TreeInputs,
@@ -221,6 +221,18 @@ def test_scores_beyond_any_sentinel(tree_module: Module, sign: int) -> None:
     inputs = make_tree(tree_module, [9, 64, 129, 600], 9, keys=key, values=values, scale=1.0)
     inputs.q[:] = 1
     np.testing.assert_allclose(decode_tree(tree_module, inputs), exact(inputs), rtol=2**-10)
+
+
+@pytest.mark.parametrize("query_len", [4, 70])
+def test_scores_that_rise_and_fall(tree_module: Module, query_len: int) -> None:
+    """In steps of 46 octaves, for every other head up: what is summed is scaled for that alone."""
+    keys = rising_keys(tree_module)
+    inputs = make_tree(tree_module, [len(keys)], query_len, visible=True, keys=keys, scale=1.0)
+    inputs.q[:] = 0
+    inputs.q[..., ::2, 0], inputs.q[..., 1::2, 0] = 16, -16
+    expected = exact(inputs)
+    for what, got in TreeCall(tree_module, inputs).run_kernels([(1, 0), (3, 0)]):
+        assert_tree_matches(got, inputs, expected, what)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
