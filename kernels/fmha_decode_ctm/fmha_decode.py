@@ -112,7 +112,9 @@ class DecodeKernel:
         shards = Int32(1)
         if self.halves_heads:
             shards = (ratio + (self.layout.max_heads - 1)) // self.layout.max_heads
-        magic = ptx.magic(num_kv_heads * shards)
+        alone = self.shape.cluster == 1  # only then there are spare groups
+        works = q.shape[0] + spare_groups if alone else q.shape[0]
+        magic = ptx.magic(num_kv_heads * shards if alone else works)
         kv_map = self.attend.loads.map_pool(kv_pool, self.config.kv_nbytes, TOKENS_PER_PAGE)
         self.kernel(
             kv_map, q, kv_pool, page_table, seq_lens, sinks, out, workspace, semaphores, scale_log2,
@@ -120,11 +122,7 @@ class DecodeKernel:
             *((skip_table, skip_dropped) if self.shape.skips else (None, None)),
         ).launch(
             # x alone may pass 65,535, and the batch may.
-            grid=(
-                (q.shape[0] + spare_groups) * num_kv_heads * shards * self.shape.cluster,
-                num_groups,
-                1,
-            ),
+            grid=(works * num_kv_heads * shards * self.shape.cluster, num_groups, 1),
             block=(self.layout.threads, 1, 1),
             smem=self.layout.smem_nbytes,
             stream=stream,
@@ -167,7 +165,13 @@ class DecodeKernel:
         if const_expr(self.halves_heads):
             halved = ptx.select(ratio > self.layout.max_heads, Int32(1), Int32(0))
             pairs = pairs << halved
-        work, pair = ptx.divmod_by_magic(block >> log2(shape.cluster), pairs, magic)
+        if const_expr(shape.cluster == 1):
+            work, pair = ptx.divmod_by_magic(block, pairs, magic)
+        else:
+            # Clusters are dealt to the GPCs in turn, so that the heads of a sequence, a batch apart
+            # and not side by side, meet on fewer of them, which then read fewer pages at a time:
+            # batch 8 of 4,096 tokens, 32/8 f16 heads of 32, on an H200 11.5 us instead of 12.4.
+            pair, work = ptx.divmod_by_magic(block >> log2(shape.cluster), q.shape[0], magic)
         kv_head = pair
         q_head = pair * ratio
         half = ratio
@@ -196,11 +200,12 @@ class DecodeKernel:
         sequence = work
         groups = num_groups
         first_work = work * num_groups
-        if spare_groups > 0:
-            sequence, group, groups = self.attend.schedule.balance(
-                lengths, batch, max_pages, sliding_window, spare_groups, work, lane
-            )
-            first_work = work - group
+        if const_expr(shape.cluster == 1):  # noqa: SIM102 - known when it is compiled
+            if spare_groups > 0:
+                sequence, group, groups = self.attend.schedule.balance(
+                    lengths, batch, max_pages, sliding_window, spare_groups, work, lane
+                )
+                first_work = work - group
         # What the first KV load waits for is asked for at once: the length, the page ids (whose
         # place does not depend on the length unless there is a window) and q.
         left = Int32(0)

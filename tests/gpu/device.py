@@ -1,6 +1,5 @@
 """Inputs on the GPU, and what every decode launch owes: the same bits again and clean counters."""
 
-import itertools
 import math
 import re
 import shutil
@@ -28,6 +27,11 @@ DEVICE = 0
 DEALINGS = ((1, 0), (2, 0), (3, 0), (7, 0), (plan.MAX_GROUPS, 0), (1, 1), (1, 5), (1, 40))
 TOLERANCE = 6e-4  # of a sequence's norm: f16 probabilities and output, nothing else
 HALF_STEP = 2.0**-25  # of f16 next to zero, where a sink leaves next to nothing for the values
+
+
+def possible(dealings: Sequence[tuple[int, int]], cluster: int) -> list[tuple[int, int]]:
+    """Return those that a kernel knows: clusters have no spare groups."""
+    return [(groups, spare) for groups, spare in dealings if cluster == 1 or not spare]
 
 
 def decode_modules(family: str = "fmha_decode") -> list[Module]:
@@ -207,9 +211,10 @@ class Call:
         self, dealings: Sequence[tuple[int, int]] = DEALINGS
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Run each kernel that can serve the call, dealt in each way; yield what and ``out``."""
-        for index, dealing in itertools.product(self.kernels(), dealings):
-            got = self.run(self.bind_kernel(index, *dealing))
-            yield f"kernel {index}, (num_groups, spare_groups) {dealing}", got
+        for index, kernel in self.kernels().items():
+            for dealing in possible(dealings, kernel.cluster):
+                got = self.run(self.bind_kernel(index, *dealing))
+                yield f"kernel {index}, (num_groups, spare_groups) {dealing}", got
 
     def poison(self) -> None:
         """Fill with NaN what the launch must write before it reads, or not touch."""
