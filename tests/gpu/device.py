@@ -29,11 +29,6 @@ TOLERANCE = 6e-4  # of a sequence's norm: f16 probabilities and output, nothing 
 HALF_STEP = 2.0**-25  # of f16 next to zero, where a sink leaves next to nothing for the values
 
 
-def possible(dealings: Sequence[tuple[int, int]], cluster: int) -> list[tuple[int, int]]:
-    """Return those that a kernel knows: clusters have no spare groups."""
-    return [(groups, spare) for groups, spare in dealings if cluster == 1 or not spare]
-
-
 def decode_modules(family: str = "fmha_decode") -> list[Module]:
     """Return the decode modules in the store that this GPU can run; all, where there is no GPU."""
     try:
@@ -207,12 +202,18 @@ class Call:
         """Return how many rows of partial results a launch may leave."""
         return (self.inputs.batch * num_groups + spare_groups) * self.inputs.num_q_heads
 
+    def possible(
+        self, dealings: Sequence[tuple[int, int]], cluster: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return those that a kernel knows: clusters have no spare groups."""
+        return [(groups, spare) for groups, spare in dealings if cluster == 1 or not spare]
+
     def run_kernels(
         self, dealings: Sequence[tuple[int, int]] = DEALINGS
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Run each kernel that can serve the call, dealt in each way; yield what and ``out``."""
         for index, kernel in self.kernels().items():
-            for dealing in possible(dealings, kernel.cluster):
+            for dealing in self.possible(dealings, kernel.cluster):
                 got = self.run(self.bind_kernel(index, *dealing))
                 yield f"kernel {index}, (num_groups, spare_groups) {dealing}", got
 

@@ -26,7 +26,6 @@ from tests.gpu.device import (
     capture,
     new_stream,
     place,
-    possible,
     reference,
     write,
 )
@@ -130,7 +129,7 @@ class Skipping(Call):
     def dealings(self, dealings: Sequence[tuple[int, int]] = DEALINGS) -> Iterator[Dealt]:
         """Each kernel that skips, dealt in each way."""
         for index, kernel in self.kernels(skips=True).items():
-            for groups in possible(dealings, kernel.cluster):
+            for groups in self.possible(dealings, kernel.cluster):
                 what = f"cluster {kernel.cluster}, (num_groups, spare_groups) {groups}"
                 yield Dealt(what, index, kernel.cluster, *groups, kernel.tile_tokens)
 

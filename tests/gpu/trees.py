@@ -1,5 +1,6 @@
 """Inputs of one call of tree decode, poisoned like those of a single token, and what is exact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,6 +200,12 @@ class TreeCall(Call):
         shape = inputs.batch, inputs.query_len, inputs.num_q_heads, inputs.num_kv_heads
         elems = tree_plan.tree_workspace_elems(*shape, self.module.head_dim)
         return elems, 8 * tree_plan.tree_semaphore_elems(*shape)
+
+    def possible(
+        self, dealings: Sequence[tuple[int, int]], cluster: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return all: clusters of trees know spare groups, though no plan has any for them."""
+        return dealings
 
     @property
     def more_scalars(self) -> dict[str, int]:
