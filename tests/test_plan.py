@@ -135,8 +135,11 @@ def test_a_table_changes_nothing_else(case):
     other = dataclasses.replace(p, skip_softmax=not p.skip_softmax)
     twin = plan_decode(other, num_sms=132, kernels=kernels)
     plan = plan_decode(p, num_sms=132, kernels=kernels)
-    assert dataclasses.replace(twin, kernel=plan.kernel) == plan
-    assert dataclasses.replace(kernels[twin.kernel], skips=p.skip_softmax) == kernels[plan.kernel]
+    kernel = kernels[plan.kernel]
+    ring = {"smem_nbytes": kernel.smem_nbytes}  # how far ahead warps ask
+    assert dataclasses.replace(twin, kernel=plan.kernel, **ring) == plan
+    twin_kernel = dataclasses.replace(kernels[twin.kernel], **ring)
+    assert dataclasses.replace(twin_kernel, skips=p.skip_softmax) == kernel
 
 
 def test_sizes_are_little_larger_than_the_widest_plan():
@@ -285,15 +288,23 @@ def test_the_first_kernel_that_takes_so_many_tokens():
     assert taken == {1: 0, 512: 0, 513: 1, 4096: 1}
 
 
-def test_a_kernel_for_many_short_sequences():
-    """Its CTAs of two warps are too few for a GPU that they do not fill several times."""
-    p = DecodeProblem(128, 32, 8, 128, 8, fp8_kv_cache=True)
-    kernels = table(p)
-    many = plan_decode(p, num_sms=132, kernels=kernels)
-    few = plan_decode(dataclasses.replace(p, batch=90), num_sms=132, kernels=kernels)
-    assert (many.cluster, many.block) == (1, 64)
-    assert (few.cluster, few.block) == (1, 256)
-    assert plan_decode(p, num_sms=264, kernels=kernels).block == 256
+@pytest.mark.parametrize(
+    ("batch", "pages", "num_sms", "block"),
+    [
+        (128, 8, 132, 64),
+        (90, 8, 132, 128),
+        (128, 8, 264, 128),
+        (128, 16, 132, 128),
+        (40, 8, 132, 256),
+        (90, 8, 264, 256),
+        (128, 17, 132, 256),
+    ],
+)
+def test_smaller_ctas_for_many_short_sequences(batch, pages, num_sms, block):
+    """All of a launch run at once: so many of a size as a GPU holds, and no smaller ones."""
+    p = DecodeProblem(batch, 32, 8, 128, pages, fp8_kv_cache=True)
+    plan = plan_decode(p, num_sms=num_sms, kernels=table(p))
+    assert (plan.cluster, plan.block) == (1, block)
 
 
 def test_there_are_nineteen_modules():

@@ -3,6 +3,9 @@
 A slot holds the K rows, then the V rows, of one warp's tokens and dimensions, in blocks of at most
 128 bytes a row: [block][row][16-byte chunk]. Chunks are rotated by the row, as the tensor copy's
 swizzle modes do, so that eight rows of one chunk fall into different banks.
+
+The two halves of a slot are asked for and waited for at once, or ``apart``: then keys are
+multiplied while values are on their way, and the next keys are while these are weighed.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +21,8 @@ from cutlass.experimental.cuda import (
 from kernels.common import ptx
 from kernels.common.layout import SlotLayout, log2
 
+KEYS, VALUES = 0, 1  # the halves of a slot
+
 _SWIZZLE = {32: TensorMapSwizzle.s32b, 64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
 
 
@@ -25,17 +30,25 @@ class Tile(NamedTuple):
     """The tokens of one slot."""
 
     token: Any  # the first, in the sequence
-    k_page: Any  # -1: nothing is visible
-    v_page: Any
+    pages: Any  # of each half that is asked for; -1: nothing is visible
     first: Any  # the first, from the sequence's first visible key
     span: Any  # visible keys from there
 
 
-class AsyncCopy:
+class Copy:
+    """What the two ways share: ``parts``, the halves of a slot that are asked for at once."""
+
+    def __init__(self, layout: SlotLayout, apart: bool = False):
+        self.layout = layout
+        self.parts = ((KEYS,), (VALUES,)) if apart else ((KEYS, VALUES),)
+
+
+class AsyncCopy(Copy):
     """16 bytes a lane by cp.async: every architecture from sm_80."""
 
-    def __init__(self, layout: SlotLayout, lanes: int = 32):
-        self.layout, self.lanes = layout, lanes
+    def __init__(self, layout: SlotLayout, apart: bool = False, lanes: int = 32):
+        super().__init__(layout, apart)
+        self.lanes = lanes
         self.row_chunks = layout.row_nbytes // 16
 
     def map_pool(self, kv_pool, kv_nbytes, page_tokens):
@@ -68,12 +81,11 @@ class AsyncCopy:
             + layout.matrix_address(0, row, within),
         )
 
-    def ask(self, source, stage, tile, page_token, wanted, with_values=True):
-        """Ask for a tile; what is not visible arrives as zeros."""
+    def ask(self, source, stage, tile, page_token, wanted, halves=(KEYS, VALUES)):
+        """Ask for a part of a slot; what is not visible arrives as zeros."""
         layout = self.layout
         in_page = source.address + Int64(page_token) * source.token_nbytes
-        k_address = in_page + Int64(tile.k_page) * source.page_nbytes
-        v_address = in_page + Int64(tile.v_page) * source.page_nbytes
+        addresses = [in_page + Int64(page) * source.page_nbytes for page in tile.pages]
         first = source.lane_row + tile.first
         slot = source.ring + stage * layout.slot_nbytes
         rows_at_once = self.lanes // self.row_chunks
@@ -85,31 +97,36 @@ class AsyncCopy:
                 + (source.lane_offset ^ (layout.swizzle(row) << 4))
                 + (row * layout.block_nbytes)
             )
-            ptx.cp_async_16(into, k_address + away, nbytes)
-            if with_values:
-                ptx.cp_async_16(into + layout.half_nbytes, v_address + away, nbytes)
+            for half, address in zip(halves, addresses, strict=True):
+                ptx.cp_async_16(into + half * layout.half_nbytes, address + away, nbytes)
+        ptx.cp_async_commit()
+
+    def leave_out(self, source, stage, half, wanted):
+        """Stand in for an ``ask`` that is not needed: those behind it are waited for by number."""
         ptx.cp_async_commit()
 
     def await_others(self):
         """Wait for the copies that the thread asked for before the first tile."""
-        ptx.cp_async_wait(self.layout.stages)
+        ptx.cp_async_wait(self.layout.stages * len(self.parts))
 
-    def wait(self, source, stage, phase):
-        ptx.cp_async_wait(self.layout.stages - 1)
+    def wait(self, source, stage, phase, half=KEYS):
+        """Wait for the part of a slot that ``half`` comes first in."""
+        ptx.cp_async_wait(self.layout.stages * len(self.parts) - 1)
         cute.arch.sync_warp()  # the other lanes' copies
 
     def hide(self, source, stage, tile, lane):
         pass
 
+    def release(self, source, stage):
+        """Let what every lane has read be overwritten by the next ``ask``."""
+        cute.arch.sync_warp()
+
     def finish(self):
         ptx.cp_async_wait(0)
 
 
-class TensorCopy:
+class TensorCopy(Copy):
     """One instruction for all K rows of a slot and one for V: sm_90 and later."""
-
-    def __init__(self, layout: SlotLayout):
-        self.layout = layout
 
     def map_pool(self, kv_pool, kv_nbytes, page_tokens):
         """Return the tensor map of [page, head, block, token, element], innermost last."""
@@ -141,8 +158,8 @@ class TensorCopy:
         block: Any
 
     def start(self, kv_pool, kv_map, kv_nbytes, kv_head, dim, ring, barriers, lane):
-        for stage in range(self.layout.stages):
-            ptx.mbarrier_init(barriers + 8 * stage, lane == 0)
+        for i in range(self.layout.stages * len(self.parts)):
+            ptx.mbarrier_init(barriers + 8 * i, lane == 0)
         ptx.fence_mbarrier_init()
         cute.arch.sync_warp()
         return self.Source(
@@ -153,28 +170,35 @@ class TensorCopy:
             block=dim >> log2(self.layout.block_nbytes // kv_nbytes),
         )
 
-    def ask(self, source, stage, tile, page_token, wanted, with_values=True):
-        """Ask for a tile; rows past the page arrive as they are, page -1 as zeros."""
+    def barrier(self, source, stage, half):
+        """Return what counts the bytes of the part that ``half`` comes first in."""
+        return source.barriers + (stage + half * self.layout.stages) * 8
+
+    def ask(self, source, stage, tile, page_token, wanted, halves=(KEYS, VALUES)):
+        """Ask for a part of a slot; rows past the page arrive as they are, page -1 as zeros."""
         layout = self.layout
         slot = source.ring + stage * layout.slot_nbytes
-        barrier = source.barriers + stage * 8
+        barrier = self.barrier(source, stage, halves[0])
         chosen = ptx.elect_one() & wanted
-        halves = ((0, tile.k_page), (layout.half_nbytes, tile.v_page))[: 1 + with_values]
         ptx.mbarrier_expect(barrier, len(halves) * layout.half_nbytes, chosen)
-        for half, page in halves:
+        for half, page in zip(halves, tile.pages, strict=True):
             ptx.tensor_copy_5d(
-                slot + half,
+                slot + half * layout.half_nbytes,
                 source.kv_map,
                 (Int32(0), page_token, source.block, source.kv_head, page),
                 barrier,
                 chosen,
             )
 
+    def leave_out(self, source, stage, half, wanted):
+        barrier = self.barrier(source, stage, half)
+        ptx.mbarrier_expect(barrier, 0, ptx.elect_one() & wanted)
+
     def await_others(self):
         ptx.cp_async_wait(0)
 
-    def wait(self, source, stage, phase):
-        ptx.mbarrier_wait(source.barriers + stage * 8, phase)
+    def wait(self, source, stage, phase, half=KEYS):
+        ptx.mbarrier_wait(self.barrier(source, stage, half), phase)
 
     @cute.jit
     def hide(self, source, stage, tile, lane):
@@ -182,20 +206,27 @@ class TensorCopy:
         layout = self.layout
         last = Uint32(tile.first + (layout.rows - 1)) < Uint32(tile.span)
         if not (last & (Uint32(tile.first) < Uint32(tile.span))):
-            row = source.ring + stage * layout.slot_nbytes + layout.half_nbytes
-            row += lane * layout.block_nbytes
+            values = source.ring + stage * layout.slot_nbytes + layout.half_nbytes
             zero = Float32(0.0)
-            seen = ptx.select(Uint32(tile.first + lane) < Uint32(tile.span), Int32(1), Int32(0))
-            hidden = (lane < layout.rows) & (seen == 0)
-            for block in cutlass.range_constexpr(layout.blocks):
-                for chunk in cutlass.range_constexpr(layout.block_chunks):
-                    ptx.st_shared_f32x4(
-                        row + (block * layout.rows * layout.block_nbytes + 16 * chunk),
-                        (zero, zero, zero, zero),
-                        hidden,
-                    )
-            ptx.fence_proxy_async()  # the next copy into this slot comes after these stores
+            for first in cutlass.range_constexpr(0, layout.rows, 32):
+                row = first + lane
+                seen = ptx.select(Uint32(tile.first + row) < Uint32(tile.span), Int32(1), Int32(0))
+                hidden = (row < layout.rows) & (seen == 0)
+                for block in cutlass.range_constexpr(layout.blocks):
+                    for chunk in cutlass.range_constexpr(layout.block_chunks):
+                        ptx.st_shared_f32x4(
+                            values
+                            + row * layout.block_nbytes
+                            + (block * layout.rows * layout.block_nbytes + 16 * chunk),
+                            (zero, zero, zero, zero),
+                            hidden,
+                        )
             cute.arch.sync_warp()
+
+    def release(self, source, stage):
+        # A tensor copy does not wait for reads, nor for stores, that the lanes have in flight.
+        ptx.fence_proxy_async()
+        cute.arch.sync_warp()
 
     def finish(self):
         pass

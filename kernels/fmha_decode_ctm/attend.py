@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, const_expr, cute, range_constexpr
 from ctm_rt.paged_kv import TOKENS_PER_PAGE
 from kernels.common import ptx
 from kernels.common.layout import log2
-from kernels.common.ring import AsyncCopy, TensorCopy, Tile
+from kernels.common.ring import KEYS, VALUES, AsyncCopy, TensorCopy, Tile
 from kernels.common.schedule import TILES_PER_FETCH, Schedule
 from kernels.fmha_decode_ctm.skip import SkipSoftmax
 from kernels.fmha_decode_ctm.tile import TileMath
@@ -38,13 +38,22 @@ class Pages(NamedTuple):
     v_ids: Any
 
 
+class Following(NamedTuple):
+    """The tile that is asked for next."""
+
+    index: Any  # among the CTA's tiles
+    tile: Any
+    ids: Any  # of K and V pages, one tile a lane
+
+
 class Attend:
     """``halves_heads``: two CTAs may take half of a KV head's query heads each."""
 
     def __init__(self, layout, *, halves_heads: bool):
         self.layout, self.shape, self.slot = layout, layout.shape, layout.slot
         self.halves_heads = halves_heads
-        self.loads = (TensorCopy if self.shape.tensor_copy else AsyncCopy)(self.slot)
+        copy = TensorCopy if self.shape.tensor_copy else AsyncCopy
+        self.loads = copy(self.slot, apart=layout.asks_apart)
         self.math = TileMath(layout)
         self.schedule = Schedule(layout.tile_tokens, self.slot.rows)
         self.skip = SkipSoftmax(layout, halves=halves_heads)
@@ -52,16 +61,16 @@ class Attend:
     @cute.jit
     def attend(self, thread, keys, source, state, tile, stride, k_ids, v_ids):
         """Take up every ``stride``-th tile from ``tile`` on; a lane has the page ids of its own."""
-        shape = self.shape
+        shape, parts = self.shape, self.loads.parts
         ahead = Int32(0)  # how many tiles have been asked for
         ahead_tile = tile
         live = Int32(0)  # bit i % 32: tile i's page ids are valid
         fetched = tile + TILES_PER_FETCH * stride
         next_k_ids, next_v_ids = self.fetch_pages(thread, keys, fetched + thread.lane * stride)
         for stage in range_constexpr(shape.stages):
-            live = self.ask_next(
-                thread, keys, source, Int32(stage), ahead, ahead_tile, k_ids, v_ids, live
-            )
+            following = Following(ahead, ahead_tile, (k_ids, v_ids))
+            for part in parts:
+                live = self.ask_next(thread, keys, source, Int32(stage), following, part, live)
             ahead += 1
             ahead_tile += stride
         if const_expr(shape.cluster > 1):
@@ -75,13 +84,11 @@ class Attend:
         phase = Int32(0)
         while tile < keys.end_tile:
             self.loads.wait(source, stage, phase)
+            here = self.tile_of(thread, keys, tile, (live >> (seen & 31)) & 1 != 0)
+            scores = None
             if const_expr(not shape.load_only):
-                here = self.tile_of(thread, keys, tile, (live >> (seen & 31)) & 1 != 0)
-                slot = source.ring + stage * self.slot.slot_nbytes
-                scores = self.math.scores(thread, slot, q_frags, seen & 1)
-                self.loads.hide(source, stage, here, thread.lane)
-                self.math.take_up(thread, state, slot, scores, here, keys.scale_log2)
-            cute.arch.sync_warp()  # every lane has read the slot
+                scores = self.math.scores(thread, self.half(source, stage), q_frags, seen & 1)
+            self.loads.release(source, stage)
             if (ahead & (TILES_PER_FETCH - 1)) == 0:
                 k_ids = next_k_ids
                 v_ids = next_v_ids
@@ -89,7 +96,12 @@ class Attend:
                 next_k_ids, next_v_ids = self.fetch_pages(
                     thread, keys, fetched + thread.lane * stride
                 )
-            live = self.ask_next(thread, keys, source, stage, ahead, ahead_tile, k_ids, v_ids, live)
+            following = Following(ahead, ahead_tile, (k_ids, v_ids))
+            live = self.ask_next(thread, keys, source, stage, following, parts[0], live)
+            if const_expr(not shape.load_only):
+                self.take_up(thread, keys, source, state, scores, here, stage, phase)
+                self.loads.release(source, stage)
+                self.ask_next(thread, keys, source, stage, following, parts[1], live)
             ahead += 1
             ahead_tile += stride
             tile += stride
@@ -98,6 +110,14 @@ class Attend:
             if stage == shape.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    def take_up(self, thread, keys, source, state, scores, tile, stage, phase):
+        """Add a tile's weights and, when they are there, weighted values to the warp's state."""
+        p_frags = self.math.softmax(state, scores, tile, keys.scale_log2, thread.lane)
+        self.loads.wait(source, stage, phase, VALUES)
+        self.loads.hide(source, stage, tile, thread.lane)
+        v_slot = self.half(source, stage, VALUES)
+        self.math.accumulate(v_slot, p_frags, state.acc, thread.lane)
 
     @cute.jit
     def let_next_in(self):
@@ -168,7 +188,8 @@ class Attend:
         ahead = tiles
         ahead_stage = stage
         for _ in range_constexpr(shape.stages):
-            self.ask_first(thread, keys, source, ahead_stage, pages, ahead, maxima is None)
+            self.ask_first(thread, keys, source, ahead_stage, pages, ahead, KEYS)
+            self.ask_values(thread, keys, source, ahead_stage, pages, ahead, maxima)
             ahead = ahead & (ahead - 1)
             ahead_stage += 1
             if ahead_stage == shape.stages:
@@ -179,21 +200,22 @@ class Attend:
             owner = self.first_bit(tiles)
             tile = cute.arch.shuffle_sync(pages.tile, owner)
             here = self.tile_of(thread, keys, tile, tiles != 0)
-            slot = source.ring + stage * self.slot.slot_nbytes
-            scores = self.math.scores(thread, slot, q_frags, parity)
+            k_slot = self.half(source, stage)
+            scores = self.math.scores(thread, k_slot, q_frags, parity)
             if const_expr(maxima is not None):
                 self.skip.page_maxima(
                     scores, here, keys.scale_log2, owner >> log2(self.skip.unit_tiles), maxima,
                     thread.lane,
                 )  # fmt: skip
                 if const_expr(self.halves_heads):
-                    self.other_maxima(thread, keys, slot, here, owner, maxima, parity ^ 1, other)
+                    self.other_maxima(thread, keys, k_slot, here, owner, maxima, parity ^ 1, other)
                     parity = parity ^ other.there  # two exchanges of scores
-            else:
-                self.loads.hide(source, stage, here, thread.lane)
-                self.math.take_up(thread, state, slot, scores, here, keys.scale_log2)
-            cute.arch.sync_warp()  # every lane has read the slot
-            self.ask_first(thread, keys, source, stage, pages, ahead, maxima is None)
+            self.loads.release(source, stage)
+            self.ask_first(thread, keys, source, stage, pages, ahead, KEYS)
+            if const_expr(maxima is None):
+                self.take_up(thread, keys, source, state, scores, here, stage, phase)
+                self.loads.release(source, stage)
+            self.ask_values(thread, keys, source, stage, pages, ahead, maxima)
             ahead = ahead & (ahead - 1)
             tiles = tiles & (tiles - 1)
             parity = parity ^ 1
@@ -204,10 +226,11 @@ class Attend:
         return stage, phase
 
     @cute.jit
-    def other_maxima(self, thread, keys, slot, tile, owner, maxima, parity, other):
+    def other_maxima(self, thread, keys, k_slot, tile, owner, maxima, parity, other):
         """Take up the maxima of the other half of the heads, from the same keys."""
         if other.there != 0:
-            scores = self.math.scores(thread, slot, self.math.load_other_q(thread, other), parity)
+            q_frags = self.math.load_other_q(thread, other)
+            scores = self.math.scores(thread, k_slot, q_frags, parity)
             unit = owner >> log2(self.skip.unit_tiles)
             self.skip.page_maxima(
                 scores, tile, keys.scale_log2, unit, maxima, thread.lane, self.shape.head_tiles
@@ -219,38 +242,51 @@ class Attend:
         """Return the first of this warp's tokens of ``tile``."""
         return tile * self.layout.tile_tokens + thread.token_group * self.slot.rows
 
-    def tile_of(self, thread, keys, tile, valid, k_page=None, v_page=None):
+    def half(self, source, stage, half=KEYS):
+        """Return where a half of a slot lies."""
+        return source.ring + stage * self.slot.slot_nbytes + half * self.slot.half_nbytes
+
+    def tile_of(self, thread, keys, tile, valid, pages=None):
         token = self.token(thread, tile)
         span = ptx.select(valid, keys.length - keys.left, Int32(0))
-        return Tile(token, k_page, v_page, token - keys.left, span)
+        return Tile(token, pages, token - keys.left, span)
 
     def fetch_pages(self, thread, keys, tile):
         return self.schedule.fetch_pages(
             keys.table, keys.v_row_nbytes, keys.max_pages, keys.pool_pages, thread.token_group, tile
         )
 
-    def ask(self, thread, keys, source, stage, tile, valid, wanted, k_page, v_page, with_values):
-        there = self.tile_of(thread, keys, tile, valid, k_page, v_page)
+    def ask(self, thread, keys, source, stage, tile, valid, wanted, pages, halves):
+        there = self.tile_of(thread, keys, tile, valid, pages)
         page_token = there.token & (TOKENS_PER_PAGE - 1)
-        self.loads.ask(source, stage, there, page_token, wanted, with_values)
+        self.loads.ask(source, stage, there, page_token, wanted, halves)
 
-    def ask_next(self, thread, keys, source, stage, index, tile, k_ids, v_ids, live):
-        """Ask for this warp's tokens of ``tile``; return ``live`` with its bit."""
-        k_page = cute.arch.shuffle_sync(k_ids, index & (TILES_PER_FETCH - 1))
-        v_page = cute.arch.shuffle_sync(v_ids, index & (TILES_PER_FETCH - 1))
-        valid = k_page >= 0
-        bit = index & 31
-        live = (live & ~(Int32(1) << bit)) | (ptx.select(valid, Int32(1), Int32(0)) << bit)
-        self.ask(
-            thread, keys, source, stage, tile, valid, tile < keys.end_tile, k_page, v_page, True
-        )
+    def ask_next(self, thread, keys, source, stage, following, part, live):
+        """Ask for a part of this warp's tokens of a tile; return ``live`` with its bit."""
+        index, tile, ids = following
+        lane = index & (TILES_PER_FETCH - 1)
+        pages = [cute.arch.shuffle_sync(ids[half], lane) for half in part]
+        valid = pages[0] >= 0
+        if KEYS in part:
+            bit = index & 31
+            live = (live & ~(Int32(1) << bit)) | (ptx.select(valid, Int32(1), Int32(0)) << bit)
+        self.ask(thread, keys, source, stage, tile, valid, tile < keys.end_tile, pages, part)
         return live
 
-    def ask_first(self, thread, keys, source, stage, pages, tiles, with_values):
-        """Ask for the tile of the first set bit, if there is one."""
-        tile, k_page, v_page = (cute.arch.shuffle_sync(ids, self.first_bit(tiles)) for ids in pages)
+    def ask_first(self, thread, keys, source, stage, pages, tiles, half):
+        """Ask for a half of the tile of the first set bit, if there is one."""
+        first = self.first_bit(tiles)
+        tile = cute.arch.shuffle_sync(pages.tile, first)
+        page = cute.arch.shuffle_sync((pages.k_ids, pages.v_ids)[half], first)
         wanted = tiles != 0
-        self.ask(thread, keys, source, stage, tile, wanted, wanted, k_page, v_page, with_values)
+        self.ask(thread, keys, source, stage, tile, wanted, wanted, (page,), (half,))
+
+    def ask_values(self, thread, keys, source, stage, pages, tiles, maxima):
+        """Ask for the values of that tile; with ``maxima`` leave them out."""
+        if maxima is None:
+            self.ask_first(thread, keys, source, stage, pages, tiles, VALUES)
+        else:
+            self.loads.leave_out(source, stage, VALUES, tiles != 0)
 
     def first_bit(self, bits):
         return Int32(cute.arch.clz(cute.arch.brev(bits))) & 31

@@ -101,22 +101,16 @@ class TileMath:
     def first_dim(self, warp):
         return (warp & (self.layout.dim_split - 1)) * self.layout.dims
 
-    def take_up(self, thread, state, slot, scores, tile, scale_log2):
-        """Add a tile's weights and weighted values to the warp's state."""
-        values = self.values(slot + self.slot.half_nbytes, thread.lane)
-        p_frags = self.softmax(state, scores, tile, scale_log2, thread.lane)
-        self.accumulate(values, p_frags, state.acc)
-
-    def scores(self, thread, slot, q_frags, phase):
-        scores = self.warp_scores(slot, q_frags, thread.lane)
+    def scores(self, thread, k_slot, q_frags, phase):
+        scores = self.warp_scores(k_slot, q_frags, thread.lane)
         if self.layout.dim_split > 1:
             scores = self.exchange_scores(scores, thread.smem, thread.warp, thread.lane, phase)
         return scores
 
-    def warp_scores(self, slot, q_frags, lane):
+    def warp_scores(self, k_slot, q_frags, lane):
         """Return S^T = K q^T: C fragments [token tile][head tile] of (16 tokens, 8 heads)."""
         slots = self.slot
-        base = slots.matrix_address(slot, lane & 15, lane >> 4)
+        base = slots.matrix_address(k_slot, lane & 15, lane >> 4)
         fragments = []
         for t in range(self.shape.token_tiles):
             address = base + t * (MMA_TOKENS * slots.block_nbytes)
@@ -238,34 +232,19 @@ class TileMath:
             for i in range_constexpr(heads * self.layout.dims // 4):
                 state.acc[i] = state.acc[i] * corrections[2 * ((i >> 2) % heads) + (i & 1)]
 
-    def values(self, v_slot, lane):
-        """Return the words of V [pair of 16-byte chunks][token tile], transposed, as they are read.
-
-        Read here at once where registers allow: shared memory answers during the softmax.
-        """
+    def accumulate(self, v_slot, p_frags, acc, lane):
+        """Add V^T P^T; ``acc`` is [16-dimension tile][head tile][C register]."""
         slots = self.slot
         if self.config.kv_dtype == "e4m3":  # two 16-dimension chunks, both token halves
             base = slots.matrix_address(v_slot, lane & 15, lane >> 4)
         else:  # one 16-dimension tile: two chunks, both token halves
             row = (lane & 7) + ((lane >> 4) << 3)
             base = slots.matrix_address(v_slot, row, (lane >> 3) & 1)
-
-        def word(pair, t):
-            address = base + t * (MMA_TOKENS * slots.block_nbytes)
-            return ptx.ldmatrix_x4(slots.chunk_pair(address, pair), transpose=True)
-
-        if self.layout.reads_values_early:
-            pairs, tiles = range(slots.row_nbytes // 32), range(self.shape.token_tiles)
-            words = [[word(pair, t) for t in tiles] for pair in pairs]
-            return lambda pair, t: words[pair][t]
-
-        return word
-
-    def accumulate(self, values, p_frags, acc):
-        """Add V^T P^T; ``acc`` is [16-dimension tile][head tile][C register]."""
-        for pair in range(self.slot.row_nbytes // 32):
+        for pair in range(slots.row_nbytes // 32):
             for t in range(self.shape.token_tiles):
-                for m, a in self.v_operands(pair, values(pair, t)):
+                address = base + t * (MMA_TOKENS * slots.block_nbytes)
+                words = ptx.ldmatrix_x4(slots.chunk_pair(address, pair), transpose=True)
+                for m, a in self.v_operands(pair, words):
                     for n in range(self.shape.head_tiles):
                         at = (m * self.shape.head_tiles + n) * 4
                         result = ptx.mma_m16n8k16(a, p_frags[n][t], [acc[at + c] for c in range(4)])

@@ -107,7 +107,7 @@ class Attend:
         live = (ahead.live & ~(Int32(1) << bit)) | (ptx.select(valid, Int32(1), Int32(0)) << bit)
         token = self.first_token(tile, thread)
         span = ptx.select(valid, keys.length - keys.left, Int32(0))
-        there = Tile(token, k_page, v_page, token - keys.left, span)
+        there = Tile(token, (k_page, v_page), token - keys.left, span)
         page_token = token & (TOKENS_PER_PAGE - 1)
         wanted = mine & (tile < keys.end_tile)
         self.loads.ask(source, stage, there, page_token, wanted)
