@@ -87,6 +87,21 @@ def test_each_kernel_has_its_plans(arch, name):
     assert used == set(range(len(kernels)))
 
 
+@pytest.mark.parametrize(("arch", "name"), TABLES)
+def test_each_kernel_has_a_twin_that_skips(arch, name):
+    """Which computes the same, but may ask further ahead."""
+    free = {"skips", "stages", "smem_nbytes"}
+    dense, skipping = (
+        [
+            {name: value for name, value in row.items() if name not in free}
+            for row in VARIANT[name].config(arch)["kernels"]
+            if row["skips"] == skips
+        ]
+        for skips in (False, True)
+    )
+    assert dense == skipping
+
+
 @given(planned())
 def test_the_kernel_serves_the_problem(case):
     p, kernels, plan = case

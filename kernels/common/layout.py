@@ -54,6 +54,10 @@ class SlotLayout:
     def ring_nbytes(self) -> int:
         return self.stages * self.slot_nbytes
 
+    def half(self, ring, stage, half):
+        """Return where the K rows of a slot lie, or, of ``half`` 1, its V rows."""
+        return ring + stage * self.slot_nbytes + half * self.half_nbytes
+
     def swizzle(self, row):
         """Return by what a row's chunks are rotated; rows below 128 bytes share a line of banks."""
         return (row >> (3 - log2(self.block_chunks))) & (self.block_chunks - 1)

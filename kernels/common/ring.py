@@ -177,13 +177,13 @@ class TensorCopy(Copy):
     def ask(self, source, stage, tile, page_token, wanted, halves=(KEYS, VALUES)):
         """Ask for a part of a slot; rows past the page arrive as they are, page -1 as zeros."""
         layout = self.layout
-        slot = source.ring + stage * layout.slot_nbytes
+        places = [layout.half(source.ring, stage, half) for half in halves]
         barrier = self.barrier(source, stage, halves[0])
         chosen = ptx.elect_one() & wanted
         ptx.mbarrier_expect(barrier, len(halves) * layout.half_nbytes, chosen)
-        for half, page in zip(halves, tile.pages, strict=True):
+        for place, page in zip(places, tile.pages, strict=True):
             ptx.tensor_copy_5d(
-                slot + half * layout.half_nbytes,
+                place,
                 source.kv_map,
                 (Int32(0), page_token, source.block, source.kv_head, page),
                 barrier,
@@ -206,7 +206,7 @@ class TensorCopy(Copy):
         layout = self.layout
         last = Uint32(tile.first + (layout.rows - 1)) < Uint32(tile.span)
         if not (last & (Uint32(tile.first) < Uint32(tile.span))):
-            values = source.ring + stage * layout.slot_nbytes + layout.half_nbytes
+            values = layout.half(source.ring, stage, VALUES)
             zero = Float32(0.0)
             for first in cutlass.range_constexpr(0, layout.rows, 32):
                 row = first + lane

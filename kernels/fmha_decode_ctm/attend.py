@@ -87,7 +87,8 @@ class Attend:
             here = self.tile_of(thread, keys, tile, (live >> (seen & 31)) & 1 != 0)
             scores = None
             if const_expr(not shape.load_only):
-                scores = self.math.scores(thread, self.half(source, stage), q_frags, seen & 1)
+                k_slot = self.slot.half(source.ring, stage, KEYS)
+                scores = self.math.scores(thread, k_slot, q_frags, seen & 1)
             self.loads.release(source, stage)
             if (ahead & (TILES_PER_FETCH - 1)) == 0:
                 k_ids = next_k_ids
@@ -116,7 +117,7 @@ class Attend:
         p_frags = self.math.softmax(state, scores, tile, keys.scale_log2, thread.lane)
         self.loads.wait(source, stage, phase, VALUES)
         self.loads.hide(source, stage, tile, thread.lane)
-        v_slot = self.half(source, stage, VALUES)
+        v_slot = self.slot.half(source.ring, stage, VALUES)
         self.math.accumulate(v_slot, p_frags, state.acc, thread.lane)
 
     @cute.jit
@@ -200,7 +201,7 @@ class Attend:
             owner = self.first_bit(tiles)
             tile = cute.arch.shuffle_sync(pages.tile, owner)
             here = self.tile_of(thread, keys, tile, tiles != 0)
-            k_slot = self.half(source, stage)
+            k_slot = self.slot.half(source.ring, stage, KEYS)
             scores = self.math.scores(thread, k_slot, q_frags, parity)
             if const_expr(maxima is not None):
                 self.skip.page_maxima(
@@ -241,10 +242,6 @@ class Attend:
     def token(self, thread, tile):
         """Return the first of this warp's tokens of ``tile``."""
         return tile * self.layout.tile_tokens + thread.token_group * self.slot.rows
-
-    def half(self, source, stage, half=KEYS):
-        """Return where a half of a slot lies."""
-        return source.ring + stage * self.slot.slot_nbytes + half * self.slot.half_nbytes
 
     def tile_of(self, thread, keys, tile, valid, pages=None):
         token = self.token(thread, tile)

@@ -6,18 +6,17 @@ from dataclasses import replace
 from kernels.fmha_decode_ctm.layout import DecodeConfig, KernelLayout, KernelShape
 
 # Measured on an H200 at batch 1, 2 to 5, 8 and 32 (docs/measurements.md). cp.async wins where few
-# CTAs wait for their first bytes, the tensor copy where there are many; there one slot a warp is
-# enough, and more in flight only wait longer. 16 CTAs a cluster pay with at most four clusters, one
-# to a GPC: few KV heads and long rows. Many short sequences want smaller CTAs, all at once: e4m3
-# heads of 64, batch 64 of 2,048 tokens, took 33.7 us in CTAs of four warps, 39.1 in those of eight.
+# CTAs wait for their first bytes; where there are many, one slot a warp is often enough, and rows
+# of d128 and longer come by tensor copies. 16 CTAs a cluster pay with at most four clusters, one to
+# a GPC: few KV heads and long rows. Many short sequences want smaller CTAs, all at once: e4m3 heads
+# of 64, batch 64 of 2,048 tokens, took 33.7 us in CTAs of four warps, 39.1 in those of eight.
 _T = {"tensor_copy": True}
 _WIDE = {"warp_dims": 256}
 _SHORT = {"max_tokens": 2048, "min_ctas": 384}
+_SHORT_ROWS = [KernelShape(c, 4, 2, 3) for c in (8, 4, 2)]  # of 64 bytes or less
 _LARGE_SMEM = {
     ("f16", 32): [
-        KernelShape(8, 4, 2, 3),
-        KernelShape(4, 4, 2, 3),
-        KernelShape(2, 4, 2, 3),
+        *_SHORT_ROWS,
         KernelShape(1, 4, 2, 1, **_SHORT),
         KernelShape(1, 8, 2, 1),
     ],
@@ -42,16 +41,12 @@ _LARGE_SMEM = {
     ],
     ("f16", 512): [KernelShape(c, 8, 1, 2, **_T) for c in (16, 8, 4, 2, 1)],
     ("e4m3", 32): [
-        KernelShape(8, 4, 2, 3),
-        KernelShape(4, 4, 2, 3),
-        KernelShape(2, 4, 2, 3),
+        *_SHORT_ROWS,
         KernelShape(1, 4, 2, 1, **_SHORT),
         KernelShape(1, 8, 2, 1),
     ],
     ("e4m3", 64): [
-        KernelShape(8, 4, 2, 3),
-        KernelShape(4, 4, 2, 3),
-        KernelShape(2, 4, 2, 3),
+        *_SHORT_ROWS,
         KernelShape(1, 4, 2, 1, **_SHORT),
         KernelShape(1, 8, 2, 1),
     ],
@@ -84,11 +79,11 @@ _LARGE_SMEM_16_HEADS = {
     ],
     ("f16", 256): [KernelShape(c, 8, 1, 2, **_T) for c in (8, 4, 2, 1)],
     ("e4m3", 32): [
-        *(KernelShape(c, 4, 2, 3) for c in (8, 4, 2)),
+        *_SHORT_ROWS,
         KernelShape(1, 4, 2, 2),
     ],
     ("e4m3", 64): [
-        *(KernelShape(c, 4, 2, 3) for c in (8, 4, 2)),
+        *_SHORT_ROWS,
         KernelShape(1, 4, 2, 1),
     ],
     ("e4m3", 128): [

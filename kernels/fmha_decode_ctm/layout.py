@@ -15,7 +15,7 @@ class KernelShape:
     cluster: int  # CTAs that share a group's tiles and merge through distributed shared memory
     warps: int
     token_tiles: int  # 16-token tiles that a warp takes at a time
-    stages: int
+    stages: int  # slots of a warp's ring
     tensor_copy: bool = False  # K and V come by tensor copies, else by cp.async
     max_tokens: int = 0  # planned for up to so many tokens a CTA; 0: for any number
     min_ctas: int = 0  # and for so many CTAs, on a GPU of 132 SMs
